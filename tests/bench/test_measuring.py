@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from tools.measuring import clock
-from tools.measuring.clock import alternate
-from tools.measuring.provenance import flushes_subnormals, provenance
-from tools.measuring.records import check_writable, read_json, write_json
+from tnt_kernels.benchmark import clock
+from tnt_kernels.benchmark.clock import alternate
+from tnt_kernels.benchmark.provenance import flushes_subnormals, provenance
+from tnt_kernels.benchmark.records import check_writable, read_json, write_json
 
 
 def test_candidates_alternate_and_another_one_starts_each_round() -> None:

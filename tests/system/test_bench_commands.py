@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 from commands import python
 
-from bench import complexity, processes, report
-from tools.measuring.records import read_json
+from bench import complexity, processes
+from tnt_kernels.benchmark import report
+from tnt_kernels.benchmark.records import read_json
 
 
 def run(*arguments: str) -> str:

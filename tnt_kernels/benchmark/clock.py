@@ -80,6 +80,7 @@ def alternate(
     max_rounds: int = MAX_ROUNDS,
     setup: Callable[[str], object] | None = None,
     device: torch.device | str = "cpu",
+    deadline: float = math.inf,
 ) -> dict[str, list[float]]:
     """Time every candidate once a round; a different candidate starts each round.
 
@@ -93,6 +94,7 @@ def alternate(
         max_rounds: not less than `min_rounds`.
         setup: gets the name of the candidate before each of its runs, untimed.
         device: where the candidates compute.
+        deadline: no round but the first starts after this time of `time.monotonic()`.
 
     Returns:
         The seconds of each round, by candidate.
@@ -113,6 +115,8 @@ def alternate(
     samples: dict[str, list[float]] = {name: [] for name in names}
     with no_collection():
         for round_ in range(rounds_for(took, seconds, min_rounds, max_rounds)):
+            if round_ and time.monotonic() > deadline:
+                break
             for name in rotated(names, round_):
                 samples[name].append(sample(name))
     return samples
