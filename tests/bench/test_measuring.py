@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tnt_kernels.benchmark import clock
+from tnt_kernels.benchmark import provenance as provenance_module
 from tnt_kernels.benchmark.clock import alternate
 from tnt_kernels.benchmark.provenance import flushes_subnormals, provenance
 from tnt_kernels.benchmark.records import check_writable, read_json, write_json
@@ -36,6 +37,21 @@ def test_setup_runs_before_each_run_and_is_not_timed(monkeypatch: pytest.MonkeyP
 
     assert alternate({"only": run}, seconds=7.0, setup=setup) == {"only": [2.0] * 4}
     assert log == ["only", "run"] * 5  # above half a second, one warm-up is enough
+
+
+def test_no_round_starts_after_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    time = [0.0]
+    monkeypatch.setattr(clock.time, "monotonic", lambda: time[0])
+
+    def run() -> None:
+        time[0] += 1.0
+
+    def rounds(deadline: float) -> int:
+        time[0] = 0.0
+        return len(alternate({"a": run, "b": run}, seconds=0.0, deadline=deadline)["b"])
+
+    # Four warm-ups, then two seconds a round; one round at least.
+    assert [rounds(deadline) for deadline in (0.0, 6.0, 7.0, 100.0)] == [1, 2, 2, 3]
 
 
 def test_records_round_trip_with_null_for_numbers_that_are_not_finite(tmp_path: Path) -> None:
@@ -81,6 +97,12 @@ def test_provenance_works_without_git_and_names_no_private_path(
     assert str(tmp_path.parent) not in json.dumps(found)
     assert found["command"].endswith("--seed 1") and "/mnist" in found["command"]
     assert found["machine"]["cores"] >= 1 and found["threads"]["torch"] >= 1
+
+
+def test_an_installed_copy_is_no_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even if a repository surrounds it, as it does a virtual environment."""
+    monkeypatch.setattr(provenance_module, "_CHECKOUT", Path(__file__).parent)
+    assert provenance()["commit"] is None
 
 
 def test_provenance_says_how_subnormal_numbers_are_treated() -> None:

@@ -176,7 +176,8 @@ def scaled_foreach_(
 ) -> None:
     """foreach decay, foreach addcmul with the scales."""
     shrunk = [param for param, decays in zip(params, decayed, strict=True) if decays]
-    torch._foreach_mul_(shrunk, 1 - lr * weight_decay)
+    if shrunk:
+        torch._foreach_mul_(shrunk, 1 - lr * weight_decay)
     torch._foreach_addcmul_(params, directions, scales.float().unbind(), -lr)
 
 

@@ -28,7 +28,8 @@ from tnt_kernels.benchmark.tables import disturbance, table
 SHAPES = ("64x64x3x3", "256x256", "512x512", "1024x1024")
 SECONDS = 45.0
 LIMIT_SIZE = {"cpu": 1024, "cuda": 4096}  # of the matrices that measure the limits
-MAX_MODES, MAX_ENTRIES = 24, 1 << 26  # an operator takes 15 copies of a tensor, some in float64
+MAX_MODES = 24  # an einsum has a letter for each
+MAX_ENTRIES = 1 << 26  # 256 MiB in float32; a case holds about 20 such tensors
 # About how many times the least seconds of a call its case takes: right results in float64, three
 # runs of each candidate.
 PACE = 40.0
@@ -44,7 +45,8 @@ of the limit: time of the operator's flops or bytes at the limits above / time o
 GROWTH = """\
 Growth of the time of tnt_kernels from one shape to the next larger one with as many modes, and what
 Table 2 of Ren & Goldfarb 2021 predicts: sum_i d_i prod_j d_j for products, sum_i d_i^3 for inverses
-and roots. A small shape grows less: it takes the fixed time of a call, or stays in a cache."""
+and roots. From a small shape it is less, because a call has a fixed time; to a shape that no longer
+fits into a cache it is more."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="sizes of the modes, joined by x; may be repeated; a mode above 8192 has a diagonal "
         f"statistic (default: {' '.join(SHAPES)})",
     )
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="(default: cpu)")
+    parser.add_argument(
+        "--device",
+        choices=("cpu", "cuda"),
+        default="cpu",
+        help="on a GPU the first run also compiles the kernels, so run it twice (default: cpu)",
+    )
     parser.add_argument("--threads", type=_threads, metavar="N", help="(default: PyTorch's own)")
     parser.add_argument(
         "--precision",
@@ -103,7 +110,7 @@ def _tensor(text: str) -> TensorSet:
 
 
 def _threads(text: str) -> int:
-    if not re.fullmatch(r"0*[1-9]\d{0,3}", text):
+    if not re.fullmatch(r"[1-9]\d{0,3}", text):
         raise argparse.ArgumentTypeError(f"must be an integer from 1 to 9999, got {text!r}")
     return int(text)
 
@@ -277,7 +284,7 @@ def _print_machine(record: Mapping[str, Any], device: torch.device, precision: s
         f"threads {source['threads']['torch']}",
         f"torch {source['versions']['torch']}",
         f"tnt_kernels in {' and '.join(sorted(served))}",
-        f"precision {precision}",
+        f"precision {precision}; about {record['protocol']['seconds']:g} seconds",
         sep=", ",
         flush=True,
     )
