@@ -1,4 +1,4 @@
-"""The page of a record: every candidate, every ratio, losing cases in bold."""
+"""Records of benchmarks and their pages: every candidate, every ratio, losing cases in bold."""
 
 from __future__ import annotations
 
