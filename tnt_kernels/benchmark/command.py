@@ -39,7 +39,7 @@ COLUMNS = {
     "rounds": "rounds",
 }
 LEGEND = """\
-ratio: time of plain PyTorch / time of tnt_kernels; above 1 tnt_kernels is faster, **bold**: slower.
+ratio: time of plain PyTorch / time of tnt_kernels. tnt_kernels is faster above 1, **slower** below.
 quartiles: of ms. error: largest difference from float64 / largest entry of the result.
 of the limit: time of the operator's flops or bytes at the limits above / time of tnt_kernels."""
 GROWTH = """\
@@ -283,7 +283,7 @@ def _print_machine(record: Mapping[str, Any], device: torch.device, precision: s
         machine["gpu"] or f"{machine['cpu']}, {machine['cores']} cores",
         f"threads {source['threads']['torch']}",
         f"torch {source['versions']['torch']}",
-        f"tnt_kernels in {' and '.join(sorted(served))}",
+        f"engine {' and '.join(sorted(served))}",
         f"precision {precision}; about {record['protocol']['seconds']:g} seconds",
         sep=", ",
         flush=True,
@@ -292,4 +292,5 @@ def _print_machine(record: Mapping[str, Any], device: torch.device, precision: s
 
 def _warn(record: Mapping[str, Any]) -> None:
     if warning := disturbance(record["protocol"]):
-        print(f"warning: {warning.strip(' *')}", file=sys.stderr, flush=True)
+        hint = " --threads 1 suffers less." if record["provenance"]["threads"]["torch"] > 1 else ""
+        print(f"warning: {warning.strip(' *')}{hint}", file=sys.stderr, flush=True)
