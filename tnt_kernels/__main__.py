@@ -26,9 +26,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     command.add_options(bench)
     options = parser.parse_args(arguments)
-    if options.command == "bench":
+    if options.command != "bench":
+        return _print_page()
+    try:
         sys.exit(command.run(options, bench))
-    _print_page()
+    except KeyboardInterrupt:
+        sys.exit(130)
 
 
 def _print_page() -> None:

@@ -46,12 +46,16 @@ def test_no_round_starts_after_the_deadline(monkeypatch: pytest.MonkeyPatch) -> 
     def run() -> None:
         time[0] += 1.0
 
-    def rounds(deadline: float) -> int:
+    def rounds_and_end(deadline: float) -> tuple[int, float]:
         time[0] = 0.0
-        return len(alternate({"a": run, "b": run}, seconds=0.0, deadline=deadline)["b"])
+        samples = alternate({"a": run, "b": run}, seconds=0.0, deadline=deadline)
+        return len(samples["b"]), time[0]
 
-    # Four warm-ups, then two seconds a round; one round at least.
-    assert [rounds(deadline) for deadline in (0.0, 6.0, 7.0, 100.0)] == [1, 2, 2, 3]
+    # Four warm-ups, then two seconds a round.
+    assert rounds_and_end(0.0) == (1, 4.0)
+    assert rounds_and_end(4.0) == (1, 6.0)
+    assert rounds_and_end(6.0) == rounds_and_end(7.0) == (2, 8.0)
+    assert rounds_and_end(100.0) == (3, 10.0)
 
 
 def test_records_round_trip_with_null_for_numbers_that_are_not_finite(tmp_path: Path) -> None:

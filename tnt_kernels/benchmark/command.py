@@ -26,7 +26,7 @@ from tnt_kernels.benchmark.report import DIGITS, new_record, rates, results
 from tnt_kernels.benchmark.tables import disturbance, table
 
 SHAPES = ("64x64x3x3", "256x256", "512x512", "1024x1024")
-SECONDS = 45.0
+SECONDS = 40.0
 LIMIT_SIZE = {"cpu": 1024, "cuda": 4096}  # of the matrices that measure the limits
 MAX_MODES = 24  # an einsum has a letter for each
 MAX_ENTRIES = 1 << 26  # 256 MiB in float32; a case holds about 20 such tensors
