@@ -16,7 +16,8 @@
 #                           PRECISION=medium for products that PyTorch may round
 #   make bench              the operators' and the steps' benchmarks, to results/; half an hour on two
 #                           cores that nothing else uses, and 13 GB of memory
-#   make bench-quick        a few of them in two minutes, to results/
+#   make bench-quick        the operators alone on four tensors, to results/; ends after about a
+#                           minute, and leaves out what does not fit on a busy machine
 #   make figures            every experiment scaled down, to results/; within an hour on two cores;
 #                           DATA=DIR names the folder of the data sets
 #   make wheel              the source distribution and the wheel, to dist/
@@ -112,9 +113,8 @@ bench: $(VENV)/.test build
 	$(PY) -m pytest bench --benchmark-only --out results/bench.json
 	$(PY) -m bench.complexity --out results/complexity.json
 
-bench-quick: $(VENV)/.test build
-	$(PY) -m pytest bench --benchmark-only --sets mnist_ae,resnet32 --seconds 0.3 --limit-size 2048 \
-		-k "not (inverse_root and mnist_ae)" --out results/bench-quick.json
+bench-quick: build
+	$(PY) -m tnt_kernels bench --json results/bench-quick.json
 
 figures: $(VENV)/.test build
 	$(PY) -m experiments all --quick $(if $(DATA),--data "$(DATA)")

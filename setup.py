@@ -211,6 +211,7 @@ setup(
     license="MIT",
     packages=[
         "tnt_kernels",
+        "tnt_kernels.benchmark",
         "tnt_kernels.operators",
         "tnt_kernels.triton",
         "tnt_optim",

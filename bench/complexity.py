@@ -24,14 +24,20 @@ import typer
 from torch import nn
 from tqdm import tqdm
 
-from bench.inputs import generator, gram_statistics, normal, poisoned, symmetric_modes
-from bench.report import new_record, origin, write
 from tnt_kernels import damped_inverse, gram_ema_, inverse_root, preconditioned_step_
+from tnt_kernels.benchmark.clock import Run, Stopwatch, alternate
+from tnt_kernels.benchmark.inputs import (
+    TensorSet,
+    generator,
+    gram_statistics,
+    normal,
+    poisoned,
+    symmetric_modes,
+)
+from tnt_kernels.benchmark.report import new_record, origin, write
+from tnt_kernels.benchmark.tables import milliseconds, table
 from tnt_optim import KFAC, TNT, Shampoo
-from tools.measuring.clock import Run, Stopwatch, alternate
-from tools.measuring.parameter_sets import ParameterSet
 from tools.measuring.state import state_bytes
-from tools.measuring.tables import milliseconds, table
 
 DAMPING = 0.1
 K_SIZE = 32  # of each mode in the sweeps over k
@@ -53,7 +59,7 @@ class Sweep:
     # The least value that a fit may use, chosen beforehand: below it products have not reached the
     # flat part of the BLAS's rate, or the tensors fit into a cache.
     fit_from: int
-    prepare: Callable[[ParameterSet, torch.device], Run]  # makes the timed call for one value
+    prepare: Callable[[TensorSet, torch.device], Run]  # makes the timed call for one value
     k: int | None  # modes of the tensor in a sweep over d; None in a sweep over k
 
     @property
@@ -65,27 +71,27 @@ class Sweep:
         """What the fitted power is a power of."""
         return float(value * K_SIZE ** (value + 1) if self.k is None else value)
 
-    def shape(self, value: int) -> ParameterSet:
+    def shape(self, value: int) -> TensorSet:
         """The tensor for one value."""
         d, k = (K_SIZE, value) if self.k is None else (value, self.k)
-        return ParameterSet(f"{d}^{k}", ((d,) * k,), each_dimension_a_mode=True)
+        return TensorSet(f"{d}^{k}", ((d,) * k,))
 
 
-def statistics(shape: ParameterSet, device: torch.device) -> Run:
+def statistics(shape: TensorSet, device: torch.device) -> Run:
     """Refresh the statistics."""
     rng = generator(device)
     tensors, stats = normal(shape.views, rng), symmetric_modes(shape, rng)
     return lambda: gram_ema_(stats, tensors, 0.9)
 
 
-def inverses(shape: ParameterSet, device: torch.device) -> Run:
+def inverses(shape: TensorSet, device: torch.device) -> Run:
     """Refresh the inverses."""
     stats = gram_statistics(shape, generator(device))
     out = poisoned(stats)
     return lambda: damped_inverse(stats, DAMPING, out)
 
 
-def roots(shape: ParameterSet, device: torch.device) -> Run:
+def roots(shape: TensorSet, device: torch.device) -> Run:
     """Refresh the inverse roots."""
     stats = gram_statistics(shape, generator(device))
     out = poisoned(stats)
@@ -93,7 +99,7 @@ def roots(shape: ParameterSet, device: torch.device) -> Run:
     return lambda: inverse_root(stats, DAMPING, orders, out)
 
 
-def update(shape: ParameterSet, device: torch.device) -> Run:
+def update(shape: TensorSet, device: torch.device) -> Run:
     """Update the parameter."""
     rng = generator(device)
     weights, momenta, grads = (normal(shape.views, rng) for _ in range(3))

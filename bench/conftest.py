@@ -6,7 +6,7 @@ record (`--out`) and its page, with every candidate.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -18,13 +18,13 @@ require_bench("pytest_benchmark")
 import pytest
 import torch
 
-from bench import report
-from bench.comparison import Comparison
-from bench.limits import better, binding, matmul_precision, measure_limits
-from bench.work import Work
 from tnt_kernels import backends
+from tnt_kernels.benchmark import report
+from tnt_kernels.benchmark.clock import Run, Stopwatch, no_collection, rotated, rounds_for
+from tnt_kernels.benchmark.comparison import Comparison
+from tnt_kernels.benchmark.limits import finish, matmul_precision, measure_limits
+from tnt_kernels.benchmark.records import write_json
 from tools.measuring.parameter_sets import DEFAULT_SETS, PARAMETER_SETS
-from tools.measuring.records import write_json
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -87,12 +87,37 @@ def record(pytestconfig: pytest.Config, device: torch.device) -> Iterator[dict[s
     yield content
     if not content["rows"]:
         return
-    content["limits"] = better(content["limits"], measure_limits(device, size))
-    for row in content["rows"]:
-        if "work" in row:
-            limit = binding(content["limits"], Work(*row["work"]), row["precision"])
-            row["limit"], row["least_seconds"] = limit
+    finish(content, measure_limits(device, size))
     report.write(path, content, report.page)
+
+
+def in_turns(
+    runs: Mapping[str, Run], benchmark: Any, device: torch.device, seconds: float
+) -> dict[str, list[float]] | None:
+    """Times candidates in turns; None with --benchmark-disable.
+
+    pytest-benchmark runs the first one (ours); its setup function runs all others before each
+    round. So all alternate in one process, and one clock times them all.
+    """
+    (ours, run), *others = runs.items()
+    stopwatch = Stopwatch(device)
+    took = sum(stopwatch(run) for run in runs.values())
+    samples: dict[str, list[float]] = {name: [] for name in runs}
+    turns = 0
+
+    def time_others() -> None:
+        nonlocal turns
+        for name, other in rotated(others, turns):
+            samples[name].append(stopwatch(other))
+        turns += 1
+        stopwatch.prepare()
+
+    def time_ours() -> None:
+        samples[ours].append(stopwatch.timed(run))
+
+    with no_collection():
+        benchmark.pedantic(time_ours, setup=time_others, rounds=rounds_for(took, seconds))
+    return None if benchmark.stats is None else samples
 
 
 @pytest.fixture
@@ -106,13 +131,17 @@ def compare(
     """Checks, times and records candidates, in the precision of this benchmark."""
     option = pytestconfig.getoption
 
+    def timed(runs: Mapping[str, Run]) -> dict[str, list[float]] | None:
+        return in_turns(runs, benchmark, device, option("--seconds"))
+
     def add(rows: list[dict[str, Any]]) -> None:
+        benchmark.group = rows[0]["op"]
         if record is not None:
             record["rows"] += rows
             # Written after every benchmark: an interrupted run loses none.
             write_json(option("--out"), record, report.DIGITS)
 
     with matmul_precision(precision):
-        yield Comparison(benchmark, device, precision, option("--seconds"), add)
+        yield Comparison(device, precision, timed, add)
     if device.type == "cuda":
         torch.cuda.empty_cache()

@@ -87,15 +87,15 @@ OMP_NUM_THREADS=2 stage tests "pytest hypothesis numpy" "${tests[@]}" -v --maxfa
 PYTORCH_NO_CUDA_MEMORY_CACHING=1 stage sanitizer "compute-sanitizer pytest hypothesis" \
     compute-sanitizer --error-exitcode=9 --print-limit=20 "${tests[@]}" tests/gpu/test_contract.py \
     -k "TestPublic and (layouts or failures or one_by_one)"
-stage operators "pytest_benchmark tabulate typer" "${bench[@]}" --out="$out/operators.json" \
+stage operators "pytest_benchmark typer" "${bench[@]}" --out="$out/operators.json" \
     --sets=resnet32,mnist_ae,faces_ae,gpt2_full,vgg16,square4096,vgg16_conv bench/test_operators.py
 # What an option costs does not depend on the precision.
-stage steps "pytest_benchmark tabulate typer" "${bench[@]}" --out="$out/steps.json" \
+stage steps "pytest_benchmark typer" "${bench[@]}" --out="$out/steps.json" \
     --sets=mnist_ae,resnet32,faces_ae,gpt2_full -k "methods or highest" bench/test_steps.py
 # A line that fails, and a method that fails, is recorded; the stage then counts as failed.
-stage design "pytest_benchmark tabulate typer" "$python" -m bench.gpu_design \
+stage design "pytest_benchmark typer" "$python" -m bench.gpu_design \
     --seconds=300 --out="$out/design.json"
-stage train "matplotlib scipy sklearn tabulate tqdm typer" \
+stage train "matplotlib scipy sklearn tqdm typer" \
     "$python" -m experiments gpu-train --device=cuda --out="$out/train.json"
 
 printf '\n%sresults: %s\n' "$summary" "$out"

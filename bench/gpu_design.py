@@ -19,15 +19,22 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from bench import test_operators as operators
-from bench.comparison import OURS, captured, engine, relative_error
-from bench.inputs import generator, in_float64, normal, poisoned, symmetric_modes
-from bench.limits import matmul_precision
 from tnt_kernels import gram_ema_, mode_products, reference
-from tools.measuring.clock import alternate, ratios
-from tools.measuring.parameter_sets import PARAMETER_SETS, ParameterSet
-from tools.measuring.provenance import provenance
-from tools.measuring.records import check_writable, write_json
+from tnt_kernels.benchmark.clock import alternate, ratios
+from tnt_kernels.benchmark.comparison import OURS, captured, engine, relative_error
+from tnt_kernels.benchmark.inputs import (
+    TensorSet,
+    generator,
+    in_float64,
+    normal,
+    poisoned,
+    symmetric_modes,
+)
+from tnt_kernels.benchmark.limits import matmul_precision
+from tnt_kernels.benchmark.operators import OPERATORS
+from tnt_kernels.benchmark.provenance import provenance
+from tnt_kernels.benchmark.records import check_writable, write_json
+from tools.measuring.parameter_sets import PARAMETER_SETS
 
 # Sizes of 128-tiles, of odd tiles, short modes, vectors, three modes.
 SHAPES = (
@@ -36,7 +43,7 @@ SHAPES = (
 )
 SIZES = (1024, 2048, 4096, 8192)
 SETS = ("mnist_ae", "resnet32", "faces_ae", "vgg16", "gpt2_full", "square4096")
-OPERATORS = ("gram_ema_", "gram_ema_ whitened", "mode_products", "preconditioned_step_")
+SET_OPERATORS = ("gram_ema_", "gram_ema_ whitened", "mode_products", "preconditioned_step_")
 EAGER = ("scaled_step_", "preconditioned_step_", "gram_ema_")
 PRECISIONS = {"highest": "3xTF32", "high": "TF32"}
 ERRORS = {"highest": 1e-4, "high": 2e-3}
@@ -75,7 +82,7 @@ def errors(device: torch.device) -> Iterator[Line]:
     for precision, limit in ERRORS.items():
         with matmul_precision(precision):
             for shape in SHAPES:
-                one = ParameterSet("one", (shape,), each_dimension_a_mode=True)
+                one = TensorSet("one", (shape,))
                 tensors, (stats,) = normal([shape], rng), poisoned(symmetric_modes(one, rng))
                 factors, wide = symmetric_modes(one, rng), [tensors[0].double()]
                 (grams,) = poisoned(in_float64([stats]))
@@ -95,14 +102,14 @@ def errors(device: torch.device) -> Iterator[Line]:
 def loops(device: torch.device) -> Iterator[Line]:
     """The kernels themselves on one square matrix: TFLOP/s of the products, TB/s of the packs."""
     for size in SIZES:
-        square = ParameterSet("square", ((size, size),))
+        square = TensorSet("square", ((size, size),))
         for precision, label in PRECISIONS.items():
             with matmul_precision(precision):
                 for name, kernel, operations in (
                     ("gram_ema_", "gram", 2 * size**2 * (size + 1)),
                     ("mode_products", "product", 4 * size**3),
                 ):
-                    run = operators.OPERATORS[name](square, device).candidates[0].run
+                    run = OPERATORS[name].problem(square, device).candidates[0].run
                     seconds = kernel_seconds(run, device)
                     what = f"{name} {size}, {label}"
                     if f"{kernel}_kernel" in seconds:  # else cuBLAS multiplies
@@ -138,8 +145,8 @@ def cublas(device: torch.device) -> Iterator[Line]:
     """PyTorch's own products in TF32; the rule of ``triton/cublas.py`` needs the first to win."""
     size = max(SIZES) // 2
     a, b, g = normal([(size, size)] * 3, generator(device))
-    square = ParameterSet("square", ((size, size),))
-    ours = operators.OPERATORS["mode_products"](square, device).candidates[0]
+    square = TensorSet("square", ((size, size),))
+    ours = OPERATORS["mode_products"].problem(square, device).candidates[0]
     with matmul_precision("high"):
         runs: dict[str, Callable[[], object]] = {
             "mm TN": lambda: a @ b.mT,
@@ -159,7 +166,7 @@ def sets(device: torch.device) -> Iterator[Line]:
     """Graphs of operators on whole models: the best of plain PyTorch over ours."""
     for name in SETS:
         for precision, label in PRECISIONS.items():
-            for operator in OPERATORS:
+            for operator in SET_OPERATORS:
                 with matmul_precision(precision):
                     yield _ratio("sets", name, operator, label, device, captured, 1.05)
         if device.type == "cuda":
@@ -172,7 +179,7 @@ def eager(device: torch.device) -> Iterator[Line]:
         for operator in EAGER:
             least = 1.0 if operator != "gram_ema_" else None
             yield _ratio("eager", name, operator, "3xTF32", device, lambda run: run, least)
-            problem = operators.OPERATORS[operator](PARAMETER_SETS[name], device)
+            problem = OPERATORS[operator].problem(PARAMETER_SETS[name], device)
             run = problem.candidates[0].run
             run()
             start = time.perf_counter()
@@ -191,7 +198,7 @@ def _ratio(
     prepare: Callable[[Callable[[], object]], Callable[[], object]],
     least: float | None,
 ) -> Line:
-    problem = operators.OPERATORS[operator](PARAMETER_SETS[name], device)
+    problem = OPERATORS[operator].problem(PARAMETER_SETS[name], device)
     candidates = [c for c in problem.candidates if c.graph or section == "eager"]
     on_gpu = device.type == "cuda"
     runs = {c.name: prepare(c.run) if on_gpu else c.run for c in candidates}

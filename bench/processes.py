@@ -32,13 +32,13 @@ from torch.distributed.fsdp import fully_shard
 from torch.multiprocessing.spawn import spawn
 from tqdm import tqdm
 
-from bench.report import DIGITS, new_record, origin, write
+from tnt_kernels.benchmark.clock import now
+from tnt_kernels.benchmark.records import write_json
+from tnt_kernels.benchmark.report import DIGITS, new_record, origin, write
+from tnt_kernels.benchmark.tables import table
 from tnt_optim import TNT
-from tools.measuring.clock import now
 from tools.measuring.parameter_sets import PARAMETER_SETS
-from tools.measuring.records import write_json
 from tools.measuring.state import state_bytes
-from tools.measuring.tables import table
 
 # How the work is shared: every process does all of it, the two settings of `shard`, and parameters
 # that fully_shard has cut.

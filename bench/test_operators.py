@@ -2,268 +2,30 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor
 
-from bench import baselines
-from bench.comparison import OURS, Candidate, Comparison
-from bench.inputs import (
-    Modes,
-    copies,
-    flat,
-    generator,
-    gram_statistics,
-    in_float64,
-    normal,
-    poisoned,
-    symmetric_modes,
-)
-from bench.work import (
-    Work,
-    grafted_work,
-    gram_work,
-    inverse_work,
-    products_work,
-    root_work,
-    scaled_work,
-    step_work,
-    whitened_work,
-)
-from tnt_kernels import (
-    backends,
-    damped_inverse,
-    grafted_directions_,
-    gram_ema_,
-    inverse_root,
-    mode_products,
-    preconditioned_step_,
-    reference,
-    scaled_step_,
-)
+from tnt_kernels import reference
+from tnt_kernels.benchmark.comparison import Candidate, Comparison
+from tnt_kernels.benchmark.inputs import generator, gram_statistics
+from tnt_kernels.benchmark.operators import DAMPING, OPERATORS, writing
 from tools.measuring.parameter_sets import ParameterSet
 
-DECAY, DAMPING = 0.9, 0.1  # beta and epsilon in the paper
-LR, MOMENTUM, WEIGHT_DECAY = 0.01, 0.9, 0.1
-SECOND_DECAY, EPS, UPDATES = 0.99, 1e-8, 10  # Adam's, as grafted on
 # Newton's root in torch costs some hundred d^3: with modes of 2000 to 4096, or the hundred modes of
 # gpt2, a round takes minutes.
 ROOT_SETS = ("mnist_ae", "resnet32", "vgg16_conv")
 
 
-@dataclass
-class Problem:
-    """Candidates of one operator on one parameter set, and the reference's results in float64."""
-
-    candidates: list[Candidate]
-    expected: list[Tensor]
-    work: Work
-
-
-def writing(name: str, write: Callable[[Modes], object], modes: Modes, graph: bool) -> Candidate:
-    """A candidate that writes matrices of the shapes of ``modes``."""
-    out = poisoned(modes)
-    return Candidate(name, lambda: write(out), lambda: flat(out), graph=graph)
-
-
-def gram(parameter_set: ParameterSet, device: torch.device, whitened: bool = False) -> Problem:
-    """Refresh all statistics once; whitened, as the default TNT does."""
-    rng = generator(device)
-    tensors, start = normal(parameter_set.views, rng), symmetric_modes(parameter_set, rng)
-    factors = [symmetric_modes(parameter_set, rng)] if whitened else []
-    expected, wide = in_float64(start), [tensor.double() for tensor in tensors]
-    reference.gram_ema_(expected, wide, DECAY, *map(in_float64, factors))
-
-    def candidate(name: str, update: Callable[..., None]) -> Candidate:
-        stats = copies(start)
-        return Candidate(
-            name,
-            run=lambda: update(stats, tensors, DECAY, *factors),
-            results=lambda: flat(stats),
-            updated=flat(stats),
-        )
-
-    candidates = [candidate(OURS, gram_ema_)]
-    if whitened:
-        candidates.append(candidate("tensordot + matmul", baselines.gram_whitened_))
-        return Problem(candidates, flat(expected), whitened_work(parameter_set))
-    candidates.append(candidate("einsum + lerp_", baselines.gram_einsum_))
-    candidates.append(candidate("addmm_", baselines.gram_addmm_))
-    return Problem(candidates, flat(expected), gram_work(parameter_set))
-
-
-def inverse(parameter_set: ParameterSet, device: torch.device) -> Problem:
-    """Refresh all inverses once, in place of the old ones."""
-    stats = gram_statistics(parameter_set, generator(device))
-    expected, info = reference.damped_inverse(in_float64(stats), DAMPING)
-    assert not info.any()
-
-    def candidate(name: str, invert: Callable[..., object], graph: bool = False) -> Candidate:
-        return writing(name, lambda out: invert(stats, DAMPING, out), stats, graph)
-
-    candidates = [
-        candidate(OURS, damped_inverse, graph=True),
-        candidate("linalg.inv", baselines.inverse_linalg),
-        candidate("cholesky_inverse", baselines.inverse_cholesky),
-    ]
-    return Problem(candidates, flat(expected), inverse_work(parameter_set))
-
-
-def root(parameter_set: ParameterSet, device: torch.device) -> Problem:
-    """Refresh all roots once, 1 / 2k for k modes as in Shampoo."""
+def newton(parameter_set: ParameterSet, device: torch.device) -> Candidate:
+    """The definition of ``inverse_root`` as one more baseline."""
     stats = gram_statistics(parameter_set, generator(device))
     roots = [2 * len(view) for view in parameter_set.views]
-    expected, info = reference.inverse_root(in_float64(stats), DAMPING, roots)
-    assert not info.any()
-    served = backends().ops["inverse_root"][device.type]
-
-    def candidate(name: str, make: Callable[..., object], graph: bool = False) -> Candidate:
-        return writing(name, lambda out: make(stats, DAMPING, roots, out), stats, graph)
-
-    candidates = [
-        candidate(OURS, inverse_root, graph=served != "reference"),
-        candidate("linalg.eigh", baselines.root_eigh),
-        candidate("coupled Newton in torch", reference.inverse_root),
-    ]
-    return Problem(candidates, flat(expected), root_work(parameter_set))
-
-
-def products(parameter_set: ParameterSet, device: torch.device) -> Problem:
-    """Multiply every tensor by its factors once, into new tensors."""
-    rng = generator(device)
-    tensors, factors = normal(parameter_set.views, rng), symmetric_modes(parameter_set, rng)
-
-    def candidate(
-        name: str, multiply: Callable[[Sequence[Tensor], Modes], list[Tensor]]
-    ) -> Candidate:
-        kept: list[list[Tensor]] = [[]]
-
-        def run() -> None:
-            kept[0] = []  # an optimizer has freed its last directions, too
-            kept[0] = multiply(tensors, factors)
-
-        return Candidate(name, run, lambda: kept[0])
-
-    return Problem(
-        [
-            candidate(OURS, mode_products),
-            candidate("tensordot", baselines.products_tensordot),
-            candidate("A @ G @ B", baselines.products_matmul),
-        ],
-        reference.mode_products([t.double() for t in tensors], in_float64(factors)),
-        products_work(parameter_set),
+    return writing(
+        "coupled Newton in torch",
+        lambda out: reference.inverse_root(stats, DAMPING, roots, out),
+        stats,
+        graph=False,
     )
-
-
-def step(parameter_set: ParameterSet, device: torch.device) -> Problem:
-    """Momentum, products, decay and update of all parameters once."""
-    rng, views = generator(device), parameter_set.views
-    weights, momenta, grads = normal(views, rng, 0.1), normal(views, rng), normal(views, rng)
-    factors = symmetric_modes(parameter_set, rng)
-    scalars = (LR, MOMENTUM, WEIGHT_DECAY)
-    expected, wide_momenta, wide_grads = in_float64([weights, momenta, grads])
-    reference.preconditioned_step_(
-        expected, wide_momenta, wide_grads, in_float64(factors), *scalars
-    )
-
-    def candidate(name: str, update: Callable[..., None]) -> Candidate:
-        own_weights, own_momenta = copies([weights, momenta])
-        return Candidate(
-            name,
-            run=lambda: update(own_weights, own_momenta, grads, factors, *scalars),
-            results=lambda: [*own_weights, *own_momenta],
-            updated=own_weights,
-        )
-
-    return Problem(
-        [
-            candidate(OURS, preconditioned_step_),
-            candidate("tensordot + foreach", baselines.step_tensordot_),
-        ],
-        [*expected, *wide_momenta],
-        step_work(parameter_set),
-    )
-
-
-def grafted(parameter_set: ParameterSet, device: torch.device) -> Problem:
-    """Momentum, Adam's second moment, products and norms of all parameters once."""
-    rng, views = generator(device), parameter_set.views
-    momenta, grads = normal(views, rng), normal(views, rng)
-    squares = [tensor.square() for tensor in normal(views, rng)]
-    factors = symmetric_modes(parameter_set, rng)
-    counts = torch.full((len(views), 2), float(UPDATES), dtype=torch.float64)
-    adam: dict[str, Any] = {"second_decay": SECOND_DECAY, "eps": EPS}
-    wide_momenta, wide_grads, wide_squares = in_float64([momenta, grads, squares])
-    directions, norms = reference.grafted_directions_(
-        wide_momenta, wide_grads, in_float64(factors), MOMENTUM, wide_squares, counts, **adam
-    )
-
-    def candidate(
-        name: str, direct: Callable[..., tuple[list[Tensor], Tensor]], **options: object
-    ) -> Candidate:
-        own_momenta, own_squares = copies([momenta, squares])
-        kept: list[Tensor] = []
-
-        def run() -> None:
-            directions, norms = direct(
-                own_momenta, grads, factors, MOMENTUM, own_squares, counts, **adam, **options
-            )
-            kept[:] = [*directions, *norms.unbind(1)]
-
-        return Candidate(name, run, lambda: [*kept, *own_momenta, *own_squares])
-
-    return Problem(
-        [
-            # An optimizer reuses the memory of its directions.
-            candidate(OURS, grafted_directions_, out=[torch.empty_like(m) for m in momenta]),
-            candidate("tensordot + foreach", baselines.grafted_tensordot_),
-        ],
-        [*directions, *norms.unbind(1), *wide_momenta, *wide_squares],
-        grafted_work(parameter_set),
-    )
-
-
-def scaled(parameter_set: ParameterSet, device: torch.device) -> Problem:
-    """The update of all parameters with a scale for each; biases do not decay."""
-    rng, views = generator(device), parameter_set.views
-    weights, directions = normal(views, rng, 0.1), normal(views, rng)
-    (scales,) = normal([[len(views)]], rng)
-    table = scales.square().double()
-    decayed = [len(view) > 1 for view in views]
-    (expected, wide_directions) = in_float64([weights, directions])
-    reference.scaled_step_(expected, wide_directions, LR, WEIGHT_DECAY, decayed, table)
-
-    def candidate(name: str, update: Callable[..., None]) -> Candidate:
-        (params,) = copies([weights])
-        return Candidate(
-            name,
-            run=lambda: update(params, directions, LR, WEIGHT_DECAY, decayed, table),
-            results=lambda: params,
-            updated=params,
-        )
-
-    return Problem(
-        [candidate(OURS, scaled_step_), candidate("foreach", baselines.scaled_foreach_)],
-        expected,
-        scaled_work(parameter_set),
-    )
-
-
-OPERATORS: dict[str, Callable[[ParameterSet, torch.device], Problem]] = {
-    "gram_ema_": gram,
-    "gram_ema_ whitened": functools.partial(gram, whitened=True),
-    "damped_inverse": inverse,
-    "preconditioned_step_": step,
-    "grafted_directions_": grafted,
-    "scaled_step_": scaled,
-    "mode_products": products,
-    "inverse_root": root,
-}
 
 
 @pytest.mark.parametrize("op", OPERATORS)
@@ -276,5 +38,7 @@ def test_operator(
         pytest.skip("a round of roots would take minutes")
     if op != "inverse_root" and parameter_set.name == "vgg16_conv":
         pytest.skip("a part of vgg16, for the roots only")
-    problem = OPERATORS[op](parameter_set, device)
-    compare(op, parameter_set, problem.candidates, problem.expected, problem.work)
+    problem, work = OPERATORS[op].problem(parameter_set, device), OPERATORS[op].work(parameter_set)
+    if op == "inverse_root":
+        problem.candidates.append(newton(parameter_set, device))
+    compare(op, parameter_set, problem.candidates, problem.expected, work)

@@ -7,7 +7,7 @@ on another gradient, and ``observe`` adds a second backward before it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,10 +15,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from bench.baselines import PlainTNT
-from bench.comparison import OURS, Candidate, Comparison
-from bench.inputs import generator, normal
-from bench.work import Work, gram_work, inverse_work, step_work
+from tnt_kernels.benchmark.baselines import gram_einsum_, inverse_linalg, step_tensordot_
+from tnt_kernels.benchmark.comparison import OURS, Candidate, Comparison
+from tnt_kernels.benchmark.inputs import generator, normal
+from tnt_kernels.benchmark.work import Work, gram_work, inverse_work, step_work
 from tnt_optim import TNT
 from tools.measuring.parameter_sets import ParameterSet
 
@@ -59,6 +59,54 @@ OPTIONS: dict[str, dict[str, Any]] = {
     'bfloat16, rounding="master"': {"dtype": torch.bfloat16, "rounding": "master"},
 }
 CALLS = ("diagnostics", "failures", "memory_estimate")
+
+
+class PlainTNT:
+    """The whole step of TNT on empirical gradients, made of (i), (iii) and (iv).
+
+    Settings and schedule are those of ``tnt_optim.TNT`` without a likelihood; there is no
+    warm start and no check for gradients that are not finite. The parameters are contiguous.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Tensor],
+        lr: float,
+        *,
+        damping: float,
+        momentum: float,
+        stat_decay: float,
+        stat_interval: int,
+        inverse_interval: int,
+    ) -> None:
+        self.params = list(params)
+        self.lr, self.damping, self.momentum = lr, damping, momentum
+        self.stat_decay = stat_decay
+        self.stat_interval, self.inverse_interval = stat_interval, inverse_interval
+        self.steps = 0
+        tensors = ParameterSet("", tuple(tuple(p.shape) for p in self.params))
+        self.weights = [p.detach().view(v) for p, v in zip(self.params, tensors.views, strict=True)]
+        self.momenta = [torch.zeros_like(weight) for weight in self.weights]
+        self.stats, self.factors = (
+            [[self.weights[0].new_zeros(shape) for shape in row] for row in tensors.matrices]
+            for _ in range(2)
+        )
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Take one step."""
+        grads = [
+            p.grad.view(w.shape)
+            for p, w in zip(self.params, self.weights, strict=True)
+            if p.grad is not None
+        ]
+        if self.steps % self.stat_interval == 0:
+            gram_einsum_(self.stats, grads, self.stat_decay if self.steps else 0.0)
+        if self.steps % self.inverse_interval == 0:
+            inverse_linalg(self.stats, self.damping, self.factors)
+        scalars = (self.lr, self.momentum, 0.0)
+        step_tensordot_(self.weights, self.momenta, grads, self.factors, *scalars)
+        self.steps += 1
 
 
 class Parameters:

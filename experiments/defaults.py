@@ -39,9 +39,9 @@ from experiments.run_files import RunFile, load_runs
 from experiments.search import ranked
 from experiments.steps import PLAIN, Kind, problem_step, time_kinds
 from experiments.tasks import BATCH_SIZE, RIVALS, SCHEDULE, UNTUNED, modern_settings
+from tnt_kernels.benchmark.clock import summary
+from tnt_kernels.benchmark.tables import table
 from tnt_optim.schedule import is_due
-from tools.measuring.clock import summary
-from tools.measuring.tables import table
 
 QUICK = [Quick("defaults", "--quick --threads 1 --jobs 2", needs_data=True)]
 

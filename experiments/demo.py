@@ -17,8 +17,8 @@ from experiments.options import user_errors
 from experiments.plots import Curve, plot_curves
 from experiments.tasks import TASKS
 from experiments.training import Run, smoothed, train
-from tools.measuring.provenance import provenance
-from tools.measuring.records import check_writable, write_json
+from tnt_kernels.benchmark.provenance import provenance
+from tnt_kernels.benchmark.records import check_writable, write_json
 
 # A typical start, not one of the search's: SGD-m and Adam end within 0.4 of their means over the
 # search's five seeds. From seed 6 or 12 SGD-m ends well above its mean, which would flatter TNT.

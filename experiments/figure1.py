@@ -48,9 +48,9 @@ from experiments.plots import band, plain_axes, save
 from experiments.run_files import RunFile
 from experiments.tasks import TABLE_3
 from experiments.training import smoothed
+from tnt_kernels.benchmark.tables import table
 from tnt_optim import KFAC, TNT, PreconditionerError, Shampoo
 from tnt_optim.likelihoods import stream_seed
-from tools.measuring.tables import table
 
 QUICK = [Quick("figure1", "--quick --seeds 0,1,2", needs_data=True)]
 

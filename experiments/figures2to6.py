@@ -30,7 +30,7 @@ from experiments.training import (
     StationaryParametersError,
     train_in_turn,
 )
-from tools.measuring.tables import table
+from tnt_kernels.benchmark.tables import table
 
 # Shampoo is not in the quick runs on MNIST and FACES: its matrices have up to 1000 and 2000 rows
 # there, and the 20 refreshes in the first 20 steps would take longer than everything else. The

@@ -30,10 +30,10 @@ from experiments.options import Quick, chosen, overridden, user_errors
 from experiments.plots import loss_axis, plain_axes, save
 from experiments.problems.language import Language, load_language
 from experiments.tasks import modern_settings
-from tools.measuring.clock import now
-from tools.measuring.provenance import provenance
-from tools.measuring.records import check_writable, write_json
-from tools.measuring.tables import table
+from tnt_kernels.benchmark.clock import now
+from tnt_kernels.benchmark.provenance import provenance
+from tnt_kernels.benchmark.records import check_writable, write_json
+from tnt_kernels.benchmark.tables import table
 
 QUICK = [Quick("gpu_train", "--device cpu --quick --seconds 0.2 --threads 1")]
 

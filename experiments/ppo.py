@@ -29,7 +29,7 @@ from experiments.models import seeded
 from experiments.options import Quick, user_errors
 from experiments.run_files import RunFile
 from experiments.tasks import modern_settings
-from tools.measuring.tables import table
+from tnt_kernels.benchmark.tables import table
 
 QUICK = [Quick("ppo", "--rollouts 2 --jobs 2")]
 

@@ -17,8 +17,8 @@ from typing import Any, cast
 
 import torch
 
-from tools.measuring.provenance import provenance
-from tools.measuring.records import check_writable, read_json, write_json
+from tnt_kernels.benchmark.provenance import provenance
+from tnt_kernels.benchmark.records import check_writable, read_json, write_json
 
 Key = Mapping[str, Any]
 

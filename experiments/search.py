@@ -25,7 +25,7 @@ from experiments.options import Quick, chosen, has_setting, numbers, setting_val
 from experiments.pool import make_runs
 from experiments.run_files import RunFile
 from experiments.tasks import TABLE_4, TASKS
-from tools.measuring.tables import table
+from tnt_kernels.benchmark.tables import table
 
 QUICK = [
     Quick(

@@ -51,9 +51,9 @@ from experiments.steps import (
     shares,
     time_kinds,
 )
-from tools.measuring.clock import busy_share, summary
+from tnt_kernels.benchmark.clock import busy_share, summary
+from tnt_kernels.benchmark.tables import disturbance, megabytes, milliseconds, table
 from tools.measuring.state import state_bytes
-from tools.measuring.tables import disturbance, megabytes, milliseconds, table
 
 QUICK = [Quick("step-times", "--quick")]
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from experiments.methods import Settings, build_optimizer, observes
 from experiments.models import seeded
 from experiments.problems.problem import Problem
-from tools.measuring.clock import alternate
+from tnt_kernels.benchmark.clock import alternate
 
 # A step number far beyond the first T2 steps, and an interval with nothing due there or soon after.
 START = 1 << 20

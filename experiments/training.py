@@ -18,9 +18,9 @@ from tqdm import tqdm
 from experiments.methods import METHODS, Settings, build_optimizer, lr_multiplier, observes
 from experiments.models import seeded
 from experiments.problems.problem import Problem
+from tnt_kernels.benchmark.clock import now
+from tnt_kernels.benchmark.provenance import flushes_subnormals
 from tnt_optim import PreconditionerError
-from tools.measuring.clock import now
-from tools.measuring.provenance import flushes_subnormals
 
 # Between two checkpoints, at the ends of epochs: writing one takes about as long as a step.
 SECONDS_BETWEEN = 60.0

@@ -22,11 +22,11 @@ from tnt_optim.options import OPTIONS
 ROOT = Path(__file__).parents[1]
 PACKAGES = {"tnt_kernels": ROOT / "tnt_kernels", "tnt_optim": ROOT / "python" / "tnt_optim"}
 
-# Measuring programs share tools.measuring and nothing else.
+# Measuring programs share tnt_kernels.benchmark and tools.measuring, and nothing else.
 MEASURING = {name: ROOT / name for name in ("bench", "experiments")}
 
 # What the layers of tnt_kernels may import from it: never each other. __init__, __main__ and
-# backends wire them, and may import everything.
+# backends wire them, and may import everything; only __main__ imports the benchmark.
 LAYERS: dict[str, set[str]] = {
     "operators": {"arguments", "calls", "formulas"},
     "calls": {"arguments", "lists"},
@@ -35,6 +35,7 @@ LAYERS: dict[str, set[str]] = {
     "lists": {"_host", "arguments"},
     "reference": {"operators"},
     "triton": {"lists", "triton"},
+    "benchmark": {*OPERATORS, "backends", "benchmark", "reference", "triton"},
 }
 # What tnt_optim may import from tnt_kernels.
 PUBLIC_FUNCTIONS = {*OPERATORS, "backends"}
@@ -96,6 +97,8 @@ def _allowed(name: list[str], module: list[str]) -> bool:
         if layer == "operators" and name[:2] == ["tnt_kernels", "operators"]:
             # The package has the table of its files; a file may use another's definition.
             return len(module) == 2 or name[3:] == ["definition"]
+        if name[:2] == ["tnt_kernels", "benchmark"] and layer not in ("benchmark", "__main__"):
+            return False  # `import tnt_kernels` does not import it
         if name[0] == "tnt_kernels" and layer in LAYERS:
             return len(name) > 1 and name[1] in LAYERS[layer]
     return True

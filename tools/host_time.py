@@ -23,14 +23,14 @@ from triton.runtime.jit import JITFunction
 
 import tnt_kernels
 from tnt_kernels import calls, lists
+from tnt_kernels.benchmark.clock import no_collection
+from tnt_kernels.benchmark.provenance import provenance
+from tnt_kernels.benchmark.records import check_writable, write_json
+from tnt_kernels.benchmark.tables import table
 from tnt_kernels.triton import launch
 from tnt_optim import TNT
 from tools.compile_report.machine_code import no_device
-from tools.measuring.clock import no_collection
 from tools.measuring.parameter_sets import PARAMETER_SETS
-from tools.measuring.provenance import provenance
-from tools.measuring.records import check_writable, write_json
-from tools.measuring.tables import table
 
 CAPABILITY = 90
 SETS = ("resnet32", "mnist_ae")

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tnt_kernels.benchmark.provenance import provenance
+from tnt_kernels.benchmark.records import check_writable, write_json
+from tnt_kernels.benchmark.tables import table
 from tnt_kernels.triton import chain, gram_ema, pack
 from tnt_kernels.triton.launch import Layout, contiguous
 from tools.measuring.parameter_sets import PARAMETER_SETS
-from tools.measuring.provenance import provenance
-from tools.measuring.records import check_writable, write_json
-from tools.measuring.tables import table
 
 CPU, SETTING = torch.device("cpu"), "tf32x3"
 MULTIPROCESSORS = 132

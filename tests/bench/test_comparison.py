@@ -1,10 +1,10 @@
 """Benchmarks time right results only, count work as by hand, and keep losing cases."""
 
+import functools
 import itertools
 import json
 import math
 import sys
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -13,14 +13,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from bench import comparison, report
-from bench.comparison import (
-    OURS,
-    Candidate,
-    Comparison,
-    check_finite,
-)
-from bench.limits import binding
 from bench.test_steps import (
     CYCLE,
     KINDS,
@@ -32,7 +24,23 @@ from bench.test_steps import (
     Parameters,
     steps_of,
 )
-from bench.work import Work, gram_work, inverse_work, products_work, root_work, step_work
+from tnt_kernels.benchmark import comparison, report
+from tnt_kernels.benchmark.clock import alternate
+from tnt_kernels.benchmark.comparison import (
+    OURS,
+    Candidate,
+    Comparison,
+    check_finite,
+)
+from tnt_kernels.benchmark.limits import binding
+from tnt_kernels.benchmark.work import (
+    Work,
+    gram_work,
+    inverse_work,
+    products_work,
+    root_work,
+    step_work,
+)
 from tools.measuring.parameter_sets import DEFAULT_SETS, PARAMETER_SETS, ParameterSet
 
 CPU = torch.device("cpu")
@@ -89,19 +97,7 @@ def test_the_limit_is_the_later_of_products_and_bytes() -> None:
 # Comparisons.
 
 
-class FakeBenchmark:
-    """pytest-benchmark's fixture, as far as a comparison uses it."""
-
-    def __init__(self, enabled: bool = True) -> None:
-        self.stats = object() if enabled else None
-        self.group = ""
-
-    def pedantic(
-        self, target: Callable[[], object], setup: Callable[[], None], rounds: int
-    ) -> None:
-        for _ in range(rounds):
-            setup()
-            target()
+in_turns = functools.partial(alternate, seconds=0.0)
 
 
 def adding(name: str, size: float = 1.0, **settings: Any) -> Candidate:
@@ -111,8 +107,7 @@ def adding(name: str, size: float = 1.0, **settings: Any) -> Candidate:
 
 def compared(candidates: list[Candidate], expected: list[Tensor], **settings: Any) -> list[Any]:
     rows: list[dict[str, Any]] = []
-    enabled = settings.pop("enabled", True)
-    compare = Comparison(FakeBenchmark(enabled), CPU, "highest", 0.0, rows.extend)
+    compare = Comparison(CPU, "highest", in_turns, rows.extend)
     with patch("time.perf_counter", itertools.count().__next__):  # each sample takes a second
         compare("gram_ema_", SMALL, candidates, expected, **settings)
     return rows
@@ -124,7 +119,7 @@ def test_a_baseline_that_tf32_makes_wrong_is_left_out_with_a_note() -> None:
     rows: list[dict[str, Any]] = []
 
     def run(precision: str, ours: float, baseline: float) -> None:
-        compare = Comparison(FakeBenchmark(), CPU, precision, 0.0, rows.extend)
+        compare = Comparison(CPU, precision, in_turns, rows.extend)
         candidates = [adding(OURS, ours), adding("linalg.inv", baseline)]
         compare("damped_inverse", SMALL, candidates, ones)
 

@@ -15,7 +15,7 @@ def toy_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_design, "SHAPES", ((16, 9), (5,), (9000, 2)))
     monkeypatch.setattr(gpu_design, "SIZES", (64,))
     monkeypatch.setattr(gpu_design, "SETS", ("resnet32",))
-    monkeypatch.setattr(gpu_design, "OPERATORS", ("mode_products",))
+    monkeypatch.setattr(gpu_design, "SET_OPERATORS", ("mode_products",))
     monkeypatch.setattr(gpu_design, "EAGER", ("scaled_step_",))
 
 

@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from tools.measuring import clock
-from tools.measuring.clock import alternate
-from tools.measuring.provenance import flushes_subnormals, provenance
-from tools.measuring.records import check_writable, read_json, write_json
+from tnt_kernels.benchmark import clock
+from tnt_kernels.benchmark import provenance as provenance_module
+from tnt_kernels.benchmark.clock import alternate
+from tnt_kernels.benchmark.provenance import flushes_subnormals, provenance
+from tnt_kernels.benchmark.records import check_writable, read_json, write_json
 
 
 def test_candidates_alternate_and_another_one_starts_each_round() -> None:
@@ -36,6 +37,25 @@ def test_setup_runs_before_each_run_and_is_not_timed(monkeypatch: pytest.MonkeyP
 
     assert alternate({"only": run}, seconds=7.0, setup=setup) == {"only": [2.0] * 4}
     assert log == ["only", "run"] * 5  # above half a second, one warm-up is enough
+
+
+def test_no_round_starts_after_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    time = [0.0]
+    monkeypatch.setattr(clock.time, "monotonic", lambda: time[0])
+
+    def run() -> None:
+        time[0] += 1.0
+
+    def rounds_and_end(deadline: float) -> tuple[int, float]:
+        time[0] = 0.0
+        samples = alternate({"a": run, "b": run}, seconds=0.0, deadline=deadline)
+        return len(samples["b"]), time[0]
+
+    # Four warm-ups, then two seconds a round.
+    assert rounds_and_end(0.0) == (1, 4.0)
+    assert rounds_and_end(4.0) == (1, 6.0)
+    assert rounds_and_end(6.0) == rounds_and_end(7.0) == (2, 8.0)
+    assert rounds_and_end(100.0) == (3, 10.0)
 
 
 def test_records_round_trip_with_null_for_numbers_that_are_not_finite(tmp_path: Path) -> None:
@@ -81,6 +101,12 @@ def test_provenance_works_without_git_and_names_no_private_path(
     assert str(tmp_path.parent) not in json.dumps(found)
     assert found["command"].endswith("--seed 1") and "/mnist" in found["command"]
     assert found["machine"]["cores"] >= 1 and found["threads"]["torch"] >= 1
+
+
+def test_an_installed_copy_is_no_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even if a repository surrounds it, as it does a virtual environment."""
+    monkeypatch.setattr(provenance_module, "_CHECKOUT", Path(__file__).parent)
+    assert provenance()["commit"] is None
 
 
 def test_provenance_says_how_subnormal_numbers_are_treated() -> None:

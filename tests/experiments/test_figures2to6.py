@@ -40,7 +40,7 @@ def test_a_comparison_goes_on_with_its_file(
     other = [replace(settings(0), batch_size=6)]
     with pytest.raises(typer.BadParameter, match="batch_size was 4 and is 6"):
         run_comparison(repeating_problem(), other, out, cpu)
-    monkeypatch.setattr("tools.measuring.provenance.torch.get_num_threads", lambda: 7)
+    monkeypatch.setattr("tnt_kernels.benchmark.provenance.torch.get_num_threads", lambda: 7)
     with pytest.raises(typer.BadParameter, match="threads was 1 and is 7"):
         run_comparison(repeating_problem(), [settings(2)], out, cpu)
     monkeypatch.undo()

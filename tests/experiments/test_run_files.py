@@ -63,7 +63,7 @@ def test_seconds_with_other_arithmetic_do_not_compare(
     assert record["provenance"][0].pop("flush_subnormals") is False
     path.write_text(json.dumps(record))  # as older files are
     RunFile(path, "example", PROTOCOL).check_same_machine()
-    monkeypatch.setattr("tools.measuring.provenance.flushes_subnormals", lambda: True)
+    monkeypatch.setattr("tnt_kernels.benchmark.provenance.flushes_subnormals", lambda: True)
     with pytest.raises(ValueError, match="flush_subnormals was False and is True"):
         RunFile(path, "example", PROTOCOL).check_same_machine()
 

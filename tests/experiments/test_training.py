@@ -27,7 +27,7 @@ from experiments.problems.autoencoders import Autoencoder
 from experiments.run_files import RunFile
 from experiments.tasks import TABLE_3, modern_settings
 from experiments.training import Run, _Training, smoothed, train, train_in_turn
-from tools.measuring.records import write_json
+from tnt_kernels.benchmark.records import write_json
 
 RATES: dict[str, tuple[float, float | None]] = {
     "tnt": (3e-3, 0.3),

@@ -8,6 +8,7 @@ import pytest
 import triton
 from commands import ROOT, python
 
+from tnt_kernels.benchmark.records import read_json
 from tools.compile_report import expectations
 from tools.compile_report.expectations import misses
 from tools.compile_report.machine_code import (
@@ -17,7 +18,6 @@ from tools.compile_report.machine_code import (
     product_loops,
     tensor_operations,
 )
-from tools.measuring.records import read_json
 
 COMMAND = ("-m", "tools.compile_report", "--main")
 

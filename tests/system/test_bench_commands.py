@@ -5,8 +5,10 @@ from pathlib import Path
 import pytest
 from commands import python
 
-from bench import complexity, processes, report
-from tools.measuring.records import read_json
+from bench import complexity, processes
+from tnt_kernels.benchmark import report
+from tnt_kernels.benchmark.operators import OPERATORS
+from tnt_kernels.benchmark.records import read_json
 
 
 def run(*arguments: str) -> str:
@@ -31,6 +33,17 @@ def test_pytest_bench_prints_its_table_and_writes_a_record(tmp_path: Path) -> No
     first = record["rows"][0]
     assert first["least_seconds"] > 0 and first["limit"] in record["limits"]
     assert out.with_suffix(".md").read_text() == report.page(record)
+
+
+def test_the_installed_command_writes_a_record(tmp_path: Path) -> None:
+    out = tmp_path / "bench.json"
+    options = ["--shape=9x8", "--threads=1", "--seconds=100", f"--json={out}"]
+    printed = run("tnt_kernels", "bench", *options)
+    record = read_json(out)
+    assert record["provenance"]["command"].startswith("python -m tnt_kernels bench --shape=9x8")
+    assert record["provenance"]["threads"]["torch"] == 1
+    assert {row["op"] for row in record["rows"]} == set(OPERATORS)
+    assert printed.count("| 9x8   | tnt_kernels") == len(OPERATORS)
 
 
 def test_checking_only_writes_nothing(tmp_path: Path) -> None:

@@ -35,6 +35,16 @@ print(tnt_kernels.backends().ops["gram_ema_"]["cpu"])
 print(bool((model.weight != before).all()), bool(model.weight.isfinite().all()))
 """
 
+COMMAND = """
+import runpy, sys
+sys.path.insert(0, sys.argv.pop(1))
+try:
+    runpy.run_module("tnt_kernels", run_name="__main__", alter_sys=True)
+except SystemExit as ended:
+    assert ended.code == 0
+assert not {"tnt_optim", "bench", "tools"} & sys.modules.keys()
+"""
+
 
 def copy_of_the_checkout(folder: Path) -> Path:
     """What is, or is about to be, under version control: no build products."""
@@ -202,6 +212,11 @@ def test_wheel_works_away_from_the_checkout(wheel: Path, tmp_path: Path) -> None
     assert len(imported) == 4
     assert all(Path(file).is_relative_to(site) for file in imported)
     assert (served, moved) == ("C++", "True True")
+    options = ["bench", "--shape=9x8", "--threads=1", "--seconds=100"]
+    result = python("-I", "-W", "error", "-c", COMMAND, str(site), *options, cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert "engine C++" in result.stdout
+    assert result.stdout.count("| 9x8   | tnt_kernels") == 8
 
 
 def test_the_operators_use_only_pytorchs_stable_interface() -> None:

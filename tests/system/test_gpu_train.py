@@ -14,7 +14,7 @@ from experiments import gpu_train
 from experiments.gpu_train import BATCH_SIZE, POINTS, RATES, Shared, draw, make, page
 from experiments.methods import Settings, build_optimizer
 from experiments.tasks import modern_settings
-from tools.measuring.records import read_json
+from tnt_kernels.benchmark.records import read_json
 
 # dynamo hides this warning itself, but not from a filter that makes it an error.
 pytestmark = pytest.mark.filterwarnings("default:The .grad attribute of a Tensor")

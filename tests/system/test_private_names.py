@@ -34,8 +34,9 @@ SOURCES = [*(ROOT / "tnt_kernels").rglob("*.py"), *(ROOT / "python" / "tnt_optim
 # By what has them: the private names that the sources use, and public ones without documentation.
 NAMES: dict[str, tuple[str, ...]] = {
     "torch": (
-        "_C", "_compile", "_debug_has_internal_overlap", "_foreach_add_", "_foreach_copy_",
-        "_foreach_mul", "_foreach_mul_", "_foreach_norm", "_functorch",
+        "_C", "_compile", "_debug_has_internal_overlap", "_foreach_add_", "_foreach_addcmul_",
+        "_foreach_copy_", "_foreach_div", "_foreach_mul", "_foreach_mul_", "_foreach_norm",
+        "_foreach_sqrt", "_functorch",
     ),
     "torch._C": (
         "_autograd", "_current_graph_task_id", "_dispatch_has_kernel_for_dispatch_key",

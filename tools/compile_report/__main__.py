@@ -13,12 +13,12 @@ from typing import Annotated, Any
 
 import typer
 
+from tnt_kernels.benchmark.provenance import provenance
+from tnt_kernels.benchmark.records import check_writable, write_json
+from tnt_kernels.benchmark.tables import table
 from tools.compile_report.expectations import EXPECTATIONS, RECORDED, SUPPORTED, misses
 from tools.compile_report.launches import kernels
 from tools.compile_report.machine_code import Compiled, compile_all
-from tools.measuring.provenance import provenance
-from tools.measuring.records import check_writable, write_json
-from tools.measuring.tables import table
 
 UNNAMED = ("num_warps", "SPAN", "STRIPS")  # the same everywhere
 

@@ -1,1 +1,1 @@
-"""The layer under `bench` and `experiments`: clock, records, provenance, tables."""
+"""What `bench` and `experiments` share: models' shapes, sizes of states, packages."""

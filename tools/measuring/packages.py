@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from importlib.util import find_spec
 
-BENCH = ("matplotlib", "numpy", "sklearn", "scipy", "tabulate", "tqdm", "typer")
+BENCH = ("matplotlib", "numpy", "sklearn", "scipy", "tqdm", "typer")
 
 
 def require_bench(*more: str) -> None:

@@ -1,45 +1,20 @@
-"""The parameter sets of every benchmark: shapes of real models.
-
-A set lists its parameters in the shapes that the modules give them. ``views`` and ``matrices`` say
-how the optimizer sees them: one mode for a vector, two for a matrix, three for a convolution
-weight, and only a diagonal for a mode above 8192.
-"""
+"""The parameter sets of every benchmark: shapes of real models."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+from tnt_kernels.benchmark.inputs import Shape, TensorSet
 from tnt_optim.modes import mode_shape
 
-Shape = tuple[int, ...]
 
-MAX_FACTOR_DIM = 8192  # as in the paper's form
-
-
-@dataclass(frozen=True)
-class ParameterSet:
-    """The parameters of one model."""
-
-    name: str  # as in the tables
-    shapes: tuple[Shape, ...]  # each parameter's shape
-    note: str = ""  # what the set leaves out; every report of the set repeats it
-    # True if a tensor of more than two dimensions is no convolution
-    each_dimension_a_mode: bool = False
-    max_factor_dim: int = MAX_FACTOR_DIM  # a larger mode has only a diagonal
+class ParameterSet(TensorSet):
+    """The parameters of one model, in the shapes that the modules give them."""
 
     @property
     def views(self) -> list[Shape]:
-        """Each parameter's mode sizes."""
-        if self.each_dimension_a_mode:
-            return list(self.shapes)
+        """Mode sizes as the optimizer sees them: a convolution weight has three modes."""
         return [mode_shape(shape) for shape in self.shapes]
-
-    @property
-    def matrices(self) -> list[list[Shape]]:
-        """For each parameter and mode, the shape of its statistic: (d, d), or (d,) if diagonal."""
-        largest = self.max_factor_dim
-        return [[(d,) if d > largest else (d, d) for d in view] for view in self.views]
 
 
 def autoencoder(widths: Sequence[int]) -> list[Shape]:

@@ -1,12 +1,8 @@
-"""Candidates of one benchmark: checked against the reference, then timed in turns.
-
-pytest-benchmark runs the first candidate (ours); its setup function runs every other candidate
-before each round. So all candidates alternate in one process, and one clock times them all.
-"""
+"""Candidates of one benchmark: checked against the right results, then timed in turns."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -14,10 +10,10 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from bench.work import Work
 from tnt_kernels import backends
-from tools.measuring.clock import Stopwatch, no_collection, ratios, rotated, rounds_for, summary
-from tools.measuring.parameter_sets import ParameterSet
+from tnt_kernels.benchmark.clock import Run, ratios, summary
+from tnt_kernels.benchmark.inputs import TensorSet
+from tnt_kernels.benchmark.work import Work
 
 OURS = "tnt_kernels"
 # The largest difference from the float64 reference, relative to the largest expected entry of the
@@ -59,16 +55,16 @@ class Candidate:
 class Comparison:
     """Checks, times and records candidates."""
 
-    benchmark: Any  # the fixture of pytest-benchmark
     device: torch.device  # where the candidates compute
     precision: str  # PyTorch's float32 matmul precision, already set
-    seconds: float  # for all rounds of one comparison, unless three rounds take longer
+    # Seconds of each round, by name: candidates take turns. None: there are only the checks.
+    timed: Callable[[Mapping[str, Run]], dict[str, list[float]] | None]
     add_rows: Callable[[list[dict[str, Any]]], None]  # gets one row for each candidate
 
     def __call__(
         self,
         op: str,
-        parameter_set: ParameterSet,
+        tensor_set: TensorSet,
         candidates: Sequence[Candidate],
         expected: Sequence[Tensor] = (),
         work: Work | None = None,
@@ -78,7 +74,7 @@ class Comparison:
     ) -> None:
         """Compare ``candidates``; the first one is the base of all ratios.
 
-        ``expected`` are the results of the reference after one run. A run makes ``steps`` steps;
+        ``expected`` are the right results of one run, in float64. A run makes ``steps`` steps;
         times and work are recorded for one. Notes stand below the table.
 
         Raises:
@@ -87,7 +83,7 @@ class Comparison:
         """
         arithmetic = self.device.type if self.precision == "highest" else "reduced precision"
         errors: dict[str, float] = {}
-        notes = [parameter_set.note]
+        notes = [tensor_set.note]
         for candidate in list(candidates):
             candidate.run()
             if not (candidate.compared and expected):
@@ -108,13 +104,13 @@ class Comparison:
         before = [[tensor.clone() for tensor in c.updated] for c in candidates]
         runs = {candidate.name: candidate.run for candidate in candidates}
         notes += self._add_graphs(runs, candidates)
-        samples = self._rounds(runs)
+        samples = self.timed(runs)
         for candidate, old in zip(candidates, before, strict=True):
             check_finite(candidate.name, candidate.results())
             check_updated(candidate.name, old, candidate.updated)
-        if not samples:
+        if samples is None:
             return
-        key = {"op": op, "set": parameter_set.name, "kind": kind, "precision": self.precision}
+        key = {"op": op, "set": tensor_set.name, "kind": kind, "precision": self.precision}
         base = next(iter(samples.values()))
         baselines = {candidate.name for candidate in candidates[1:] if candidate.compared}
         rows: list[dict[str, Any]] = []
@@ -134,7 +130,6 @@ class Comparison:
             rows[0]["work"] = [work.flops // steps, work.bytes // steps, work.symmetric]
         if any(notes):
             rows[0]["note"] = "; ".join(filter(None, notes))
-        self.benchmark.group = op
         self.add_rows(rows)
 
     def _add_graphs(
@@ -155,29 +150,6 @@ class Comparison:
                 first = (str(error).splitlines() or [""])[0]
                 why.append(f"no graph of {candidate.name}: {first[:150]}")
         return why
-
-    def _rounds(self, runs: dict[str, Callable[[], object]]) -> dict[str, list[float]]:
-        (ours, run), *others = runs.items()
-        stopwatch = Stopwatch(self.device)
-        took = sum(stopwatch(run) for run in runs.values())
-        samples: dict[str, list[float]] = {name: [] for name in runs}
-        turns = 0
-
-        def time_others() -> None:
-            nonlocal turns
-            for name, other in rotated(others, turns):
-                samples[name].append(stopwatch(other))
-            turns += 1
-            stopwatch.prepare()
-
-        def time_ours() -> None:
-            samples[ours].append(stopwatch.timed(run))
-
-        rounds = rounds_for(took, self.seconds)
-        with no_collection():
-            self.benchmark.pedantic(time_ours, setup=time_others, rounds=rounds)
-        # With --benchmark-disable there are only the checks.
-        return {} if self.benchmark.stats is None else samples
 
 
 def engine(run: Callable[[], object], device: torch.device) -> str:

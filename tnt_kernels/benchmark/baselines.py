@@ -8,13 +8,10 @@ copies, results written to their place, ``foreach`` for elementwise work, no wai
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
-
-from tnt_optim.modes import mode_shape
-from tools.measuring.parameter_sets import ParameterSet
 
 Modes = Sequence[Sequence[Tensor]]
 Inverse = Callable[[Tensor, Tensor], object]
@@ -179,7 +176,8 @@ def scaled_foreach_(
 ) -> None:
     """foreach decay, foreach addcmul with the scales."""
     shrunk = [param for param, decays in zip(params, decayed, strict=True) if decays]
-    torch._foreach_mul_(shrunk, 1 - lr * weight_decay)
+    if shrunk:
+        torch._foreach_mul_(shrunk, 1 - lr * weight_decay)
     torch._foreach_addcmul_(params, directions, scales.float().unbind(), -lr)
 
 
@@ -234,55 +232,3 @@ def root_eigh(stats: Modes, damping: float, roots: Sequence[int], out: Modes) ->
                 values, vectors = torch.linalg.eigh(stat)
                 powers = values.clamp_min(0).add_(damping).pow_(-1 / root)
                 torch.mm(vectors * powers, vectors.mT, out=target)
-
-
-# The optimizer
-
-
-class PlainTNT:
-    """The whole step of TNT on empirical gradients, made of (i), (iii) and (iv).
-
-    Settings and schedule are those of ``tnt_optim.TNT`` without a likelihood; there is no
-    warm start and no check for gradients that are not finite. The parameters are contiguous.
-    """
-
-    def __init__(
-        self,
-        params: Iterable[Tensor],
-        lr: float,
-        *,
-        damping: float,
-        momentum: float,
-        stat_decay: float,
-        stat_interval: int,
-        inverse_interval: int,
-    ) -> None:
-        self.params = list(params)
-        self.lr, self.damping, self.momentum = lr, damping, momentum
-        self.stat_decay = stat_decay
-        self.stat_interval, self.inverse_interval = stat_interval, inverse_interval
-        self.steps = 0
-        views = [mode_shape(p.shape) for p in self.params]
-        self.weights = [p.detach().view(v) for p, v in zip(self.params, views, strict=True)]
-        self.momenta = [torch.zeros_like(weight) for weight in self.weights]
-        matrices = ParameterSet("", tuple(tuple(p.shape) for p in self.params)).matrices
-        self.stats, self.factors = (
-            [[self.weights[0].new_zeros(shape) for shape in row] for row in matrices]
-            for _ in range(2)
-        )
-
-    @torch.no_grad()
-    def step(self) -> None:
-        """Take one step."""
-        grads = [
-            p.grad.view(w.shape)
-            for p, w in zip(self.params, self.weights, strict=True)
-            if p.grad is not None
-        ]
-        if self.steps % self.stat_interval == 0:
-            gram_einsum_(self.stats, grads, self.stat_decay if self.steps else 0.0)
-        if self.steps % self.inverse_interval == 0:
-            inverse_linalg(self.stats, self.damping, self.factors)
-        scalars = (self.lr, self.momentum, 0.0)
-        step_tensordot_(self.weights, self.momenta, grads, self.factors, *scalars)
-        self.steps += 1

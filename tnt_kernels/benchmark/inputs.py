@@ -1,17 +1,41 @@
-"""Random inputs of the benchmarks on one device: never zeros, never subnormal numbers."""
+"""Sets of tensors, and their random inputs: never zeros, never subnormal numbers."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from tnt_kernels import reference
-from tools.measuring.parameter_sets import ParameterSet
 
 Modes = list[list[Tensor]]
+Shape = tuple[int, ...]
+
+MAX_FACTOR_DIM = 8192  # as in the paper's form
+
+
+@dataclass(frozen=True)
+class TensorSet:
+    """The tensors of one call. Each dimension is a mode."""
+
+    name: str  # as in the tables
+    shapes: tuple[Shape, ...]  # each tensor's shape
+    note: str = ""  # what the set leaves out; every report of the set repeats it
+    max_factor_dim: int = MAX_FACTOR_DIM  # a larger mode has only a diagonal
+
+    @property
+    def views(self) -> list[Shape]:
+        """Each tensor's mode sizes."""
+        return list(self.shapes)
+
+    @property
+    def matrices(self) -> list[list[Shape]]:
+        """For each tensor and mode, the shape of its statistic: (d, d), or (d,) if diagonal."""
+        largest = self.max_factor_dim
+        return [[(d,) if d > largest else (d, d) for d in view] for view in self.views]
 
 
 def generator(device: torch.device | str = "cpu") -> torch.Generator:
@@ -26,7 +50,7 @@ def normal(
     return [torch.randn(*s, generator=rng, device=rng.device).mul_(scale) for s in shapes]
 
 
-def symmetric_modes(parameter_set: ParameterSet, rng: torch.Generator) -> Modes:
+def symmetric_modes(tensor_set: TensorSet, rng: torch.Generator) -> Modes:
     """For every mode a symmetric matrix, eigenvalues in about [0, 2], or a positive diagonal."""
 
     def draw(shape: Sequence[int]) -> Tensor:
@@ -37,20 +61,20 @@ def symmetric_modes(parameter_set: ParameterSet, rng: torch.Generator) -> Modes:
         square.diagonal().add_(1.0)
         return square
 
-    return [[draw(shape) for shape in shapes] for shapes in parameter_set.matrices]
+    return [[draw(shape) for shape in shapes] for shapes in tensor_set.matrices]
 
 
-def gram_statistics(parameter_set: ParameterSet, rng: torch.Generator) -> Modes:
+def gram_statistics(tensor_set: TensorSet, rng: torch.Generator) -> Modes:
     """The Gram matrices of one normal gradient for each parameter, by the reference.
 
     The gradient's scale makes the average eigenvalue of the largest mode 1; a vector's only nonzero
     eigenvalue is then its length.
     """
-    views = parameter_set.views
+    views = tensor_set.views
     tensors = normal(views, rng)
     for tensor, view in zip(tensors, views, strict=True):
         tensor.mul_(math.sqrt(max(view) / math.prod(view)))
-    stats = [[torch.empty(s, device=rng.device) for s in row] for row in parameter_set.matrices]
+    stats = [[torch.empty(s, device=rng.device) for s in row] for row in tensor_set.matrices]
     reference.gram_ema_(stats, tensors, 0.0)
     return stats
 

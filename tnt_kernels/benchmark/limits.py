@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from bench.work import Work
-from tools.measuring.clock import Stopwatch
+from tnt_kernels.benchmark.clock import Stopwatch
+from tnt_kernels.benchmark.work import Work
 
 COPY_NUMBERS = 1 << 26  # 256 MiB of float32, larger than every cache
 # PyTorch's float32 matmul precision and the product that then limits a GPU.
@@ -57,6 +57,15 @@ def better(first: Limits, second: Limits) -> dict[str, Any]:
     return {k: max(v, second[k]) if isinstance(v, float) else v for k, v in first.items()}
 
 
+def finish(record: dict[str, Any], second: Limits) -> None:
+    """Take the better of the record's limits and the second ones, and add them to its rows."""
+    record["limits"] = better(record["limits"], second)
+    for row in record["rows"]:
+        if "work" in row:
+            limit = binding(record["limits"], Work(*row["work"]), row["precision"])
+            row["limit"], row["least_seconds"] = limit
+
+
 def measure_limits(
     device: torch.device | str = "cpu", size: int = 4096, numbers: int = COPY_NUMBERS
 ) -> dict[str, Any]:
@@ -72,7 +81,7 @@ def measure_limits(
         return min(stopwatch(run) for _ in range(rounds))
 
     a, b, c = (torch.randn(size, size, device=device) for _ in range(3))
-    source = torch.randn(numbers, device=device)
+    source = torch.ones(numbers, device=device)
     target = torch.empty_like(source)
     copy = 2 * source.nbytes / least(lambda: target.copy_(source), 5)
     full, half = 2.0 * size**3, float(size * size * (size + 1))

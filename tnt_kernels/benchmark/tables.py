@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from tabulate import tabulate
-
 BUSY = 0.1  # largest share of the machine that other processes may use
 
 
@@ -18,9 +16,14 @@ def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
     | mnist_ae | 12.3 |
     <BLANKLINE>
     """
-    cells = [[str(cell) for cell in row] for row in rows]
-    text = tabulate(cells, list(header), tablefmt="github", disable_numparse=True)
-    return [*text.splitlines(), ""]
+    cells = [[str(cell) for cell in row] for row in (header, *rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = [
+        f"| {' | '.join(cell.ljust(n) for cell, n in zip(row, widths, strict=True))} |"
+        for row in cells
+    ]
+    rule = f"|{'|'.join('-' * (n + 2) for n in widths)}|"
+    return [lines[0], rule, *lines[1:], ""]
 
 
 def milliseconds(seconds: float) -> str:

@@ -60,7 +60,9 @@ def flushes_subnormals() -> bool:
 
 
 def _git(*arguments: str) -> str | None:
-    """What git prints of the checkout; None if it is not installed or fails."""
+    """What git prints of the checkout; None if there is no checkout, or if git fails."""
+    if not (_CHECKOUT / ".git").exists():  # an installed copy may lie in somebody's repository
+        return None
     command = ("git", "-C", str(_CHECKOUT), *arguments)
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)

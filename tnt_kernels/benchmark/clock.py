@@ -80,6 +80,7 @@ def alternate(
     max_rounds: int = MAX_ROUNDS,
     setup: Callable[[str], object] | None = None,
     device: torch.device | str = "cpu",
+    deadline: float = math.inf,
 ) -> dict[str, list[float]]:
     """Time every candidate once a round; a different candidate starts each round.
 
@@ -93,6 +94,8 @@ def alternate(
         max_rounds: not less than `min_rounds`.
         setup: gets the name of the candidate before each of its runs, untimed.
         device: where the candidates compute.
+        deadline: of `time.monotonic()`. No round starts after it; if the untimed runs ended after
+            it, they are the only round.
 
     Returns:
         The seconds of each round, by candidate.
@@ -104,15 +107,20 @@ def alternate(
             setup(name)
         return stopwatch(candidates[name])
 
-    took = 0.0
+    warm: dict[str, list[float]] = {}
     for name in candidates:
         # The first run also has page faults and cold caches, which dominate a short run.
         first = sample(name)
-        took += first if first > 0.5 else sample(name)
+        warm[name] = [first if first > 0.5 else sample(name)]
+    if time.monotonic() > deadline:
+        return warm
+    took = sum(second for (second,) in warm.values())
     names = list(candidates)
     samples: dict[str, list[float]] = {name: [] for name in names}
     with no_collection():
         for round_ in range(rounds_for(took, seconds, min_rounds, max_rounds)):
+            if round_ and time.monotonic() > deadline:
+                break
             for name in rotated(names, round_):
                 samples[name].append(sample(name))
     return samples

@@ -1,4 +1,4 @@
-"""The page of a record: every candidate, every ratio, losing cases in bold."""
+"""Records of benchmarks and their pages: every candidate, every ratio, losing cases in bold."""
 
 from __future__ import annotations
 
@@ -8,23 +8,24 @@ from typing import Any
 
 import torch
 
-from tools.measuring.clock import busy_share
-from tools.measuring.provenance import provenance
-from tools.measuring.records import check_writable, read_json, write_json
-from tools.measuring.tables import disturbance, milliseconds, table
+from tnt_kernels.benchmark.clock import MIN_ROUNDS, busy_share
+from tnt_kernels.benchmark.provenance import provenance
+from tnt_kernels.benchmark.records import check_writable, read_json, write_json
+from tnt_kernels.benchmark.tables import disturbance, milliseconds, table
 
 Row = Mapping[str, Any]
 DIGITS = 6  # more than any clock has
 
 
-def new_record(path: Path, device: torch.device | str, **protocol: Any) -> dict[str, Any]:
-    """A record without rows, to be written to ``path``.
+def new_record(path: Path | None, device: torch.device | str, **protocol: Any) -> dict[str, Any]:
+    """A record without rows, to be written to ``path`` if there is one.
 
     Raises:
         ValueError: the path does not end in `.json`.
         OSError: nothing can be written there.
     """
-    check_writable(path)
+    if path is not None:
+        check_writable(path)
     busy = {"busy_before": busy_share(), "busy_after": None}
     return {"provenance": provenance(device), "protocol": {**protocol, **busy}, "rows": []}
 
@@ -59,7 +60,6 @@ def origin(record: Mapping[str, Any]) -> list[str]:
 
 
 def _limits(limits: Mapping[str, Any]) -> list[str]:
-    rates = [(n, f"{v / 1e9:.1f}") for n, v in limits.items() if isinstance(v, float)]
     return [
         "Medians of candidates that alternate in one process, each checked against the reference "
         "before it is timed. Ratios are the candidate's time over the first one's, medians over "
@@ -68,40 +68,63 @@ def _limits(limits: Mapping[str, Any]) -> list[str]:
         "a large product and the bytes at the rate of a copy; small sets stay in a cache and can "
         "be faster than a copy.",
         "",
-        *table((f"limits, n = {limits['size']}", "GF/s or GB/s"), rates),
+        *table((f"limits, n = {limits['size']}", "GF/s or GB/s"), rates(limits)),
     ]
+
+
+def rates(limits: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Name and number of each limit, in 10^9 flops or bytes a second."""
+    return [(n, f"{v / 1e9:.1f}") for n, v in limits.items() if isinstance(v, float)]
 
 
 def _section(op: str, rows: Sequence[Row]) -> list[str]:
-    """One table: a block of lines for each set, kind and precision."""
-    columns = [name for name in ("kind", "precision") if len({row[name] for row in rows}) > 1]
-    header = ["set", *columns, "candidate", "ms", "(quartiles)", "ratio", "(quartiles)"]
-    header += ["error", "GF/s", "GB/s", "of the limit", "rounds", "engine"]
+    title = f"## {op.capitalize()}" if " " in op else f"## `{op}`"
+    return [title, "", *results(rows)]
+
+
+def results(rows: Sequence[Row], columns: Mapping[str, str] | None = None) -> list[str]:
+    """The table of one operator and its notes: a block of lines for each set, kind, precision.
+
+    ``columns``: the columns to show and their headers; by default all. Empty ones are left out.
+    """
     ours = rows[0]["candidate"]
-    lines = [
-        [
-            row["set"],
-            *(row[name] for name in columns),
-            row["candidate"],
-            milliseconds(row["median"]),
-            _span(row.get("quartiles", []), milliseconds),
-            "" if row["candidate"] == ours else _ratio(row),
-            "" if row["candidate"] == ours else _span(row["ratio"][1:], "{:.3g}".format),
-            f"{row['error']:.0e}" if "error" in row else "",
-            *_rates(row),
-            row.get("rounds", ""),
-            row.get("engine", ""),
-        ]
-        for row in rows
-    ]
+    lines: list[dict[str, str]] = []
+    for row in rows:
+        flops_rate, byte_rate, limit = _rates(row)
+        few = ", too few" if row.get("rounds", MIN_ROUNDS) < MIN_ROUNDS else ""
+        lines.append(
+            {
+                "set": row["set"],
+                "kind": row["kind"],
+                "precision": row["precision"],
+                "candidate": row["candidate"],
+                "ms": milliseconds(row["median"]),
+                "quartiles": _span(row.get("quartiles", []), milliseconds),
+                "ratio": "" if row["candidate"] == ours else _ratio(row),
+                "its quartiles": (
+                    "" if row["candidate"] == ours else _span(row["ratio"][1:], "{:.3g}".format)
+                ),
+                "error": f"{row['error']:.0e}" if "error" in row else "",
+                "GF/s": flops_rate,
+                "GB/s": byte_rate,
+                "of the limit": limit,
+                "rounds": f"{row.get('rounds', '')}{few}",
+                "engine": row.get("engine", ""),
+            }
+        )
     kept = [
-        i for i, name in enumerate(header) if any(line[i] != "" for line in lines) or name == "ms"
+        name
+        for name in lines[0]
+        if any(line[name] for line in lines)
+        and (columns is None or name in columns)
+        and (name not in ("kind", "precision") or len({line[name] for line in lines}) > 1)
     ]
     notes = dict.fromkeys(f"{row['set']}: {row['note']}." for row in rows if row.get("note"))
     return [
-        f"## {op.capitalize()}" if " " in op else f"## `{op}`",
-        "",
-        *table([header[i] for i in kept], [[line[i] for i in kept] for line in lines]),
+        *table(
+            [name if columns is None else columns[name] for name in kept],
+            [[line[name] for name in kept] for line in lines],
+        ),
         *(line for note in notes for line in (note, "")),
     ]
 

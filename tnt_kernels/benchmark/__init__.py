@@ -1,0 +1,1 @@
+"""Benchmarks of the operators: ``python -m tnt_kernels bench``, and what other benchmarks share."""
