@@ -10,7 +10,7 @@ import typer
 from matplotlib import pyplot
 
 from experiments.plots import save
-from tools.measuring.records import read_json
+from tnt_kernels.benchmark.records import read_json
 
 RESULTS = Path(__file__).parents[1] / "bench" / "results"
 # In the picture's order: what a step of TNT calls, on GPT-2's matrices.

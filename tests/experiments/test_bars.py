@@ -1,5 +1,5 @@
 from experiments.bars import OPERATORS, RESULTS, main, speedup
-from tools.measuring.records import read_json
+from tnt_kernels.benchmark.records import read_json
 
 
 def test_a_speedup_is_over_the_fastest_rival() -> None:
