@@ -204,10 +204,6 @@ def _observe_call(hook: OutputHook, module: nn.Module, args: Any, kwargs: Any, r
     tensors = [leaf for leaf in tree_leaves(described) if isinstance(leaf, Tensor)]
     if tensors and not any(tensor.requires_grad for tensor in tensors):
         return
-    # An output without rows is left out. But processes of a sharded model need every backward.
-    if tensors and not any(t.numel() for t in tensors) and not hook.is_sharded:
-        optimizer._observed.left_out = True
-        return
     # DistributedDataParallel adds its node to the graph after this hook, so ask DDP itself.
     replica = DistributedDataParallel._get_active_ddp_module()
     if replica is not None and replica.find_unused_parameters:

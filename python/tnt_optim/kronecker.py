@@ -40,7 +40,7 @@ from tnt_optim.modes import (
     State,
     is_plain,
 )
-from tnt_optim.observations import Empirical, warned_of_batch_norm
+from tnt_optim.observations import Empirical, has_rows, warned_of_batch_norm
 from tnt_optim.options import (
     OPTIONS,
     Fixed,
@@ -277,7 +277,8 @@ class KroneckerOptimizer(Attachable, Wrappable, Optimizer):
         gradient accumulation call it for each micro-batch: the gradients of one step's observations
         are averaged (under ``fully_shard`` only the first counts); so are those of a skipped step
         (as by ``GradScaler``), which has the same weights. An observation that is not finite is
-        left out if another one, of the same parameters, is finite.
+        left out if another one, of the same parameters, is finite. An output without rows, of an
+        empty batch, is left out, too.
 
         Args:
             output: of the model, as the likelihood describes it, with its graph; or ``Masked``, if
@@ -290,7 +291,11 @@ class KroneckerOptimizer(Attachable, Wrappable, Optimizer):
                 ``static_graph=True``, or its model was compiled with donated buffers.
         """
         if wanted := self._wanted():
-            self._observed.observe(self, output, wanted, self._distribution())
+            processes = self._distribution()
+            if processes.is_sharded or has_rows(output):  # sharded: all need every backward
+                self._observed.observe(self, output, wanted, processes)
+            else:
+                self._observed.left_out = True
 
     def warm_start(self, outputs: Iterable[Any], *, model: nn.Module | None = None) -> None:
         """Starts the statistics from their plain average over many batches, and the factors too.

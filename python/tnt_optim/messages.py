@@ -33,21 +33,21 @@ _INSIDE = tuple(os.path.dirname(str(file)) + os.sep for file in (__file__, torch
 
 def observed_by_some(*, here: bool) -> str:
     """What to say if some processes observed an output and others did not."""
+    one, other = ("This", "another") if here else ("Another", "this")
     return (
-        "observe(output) must be called in every process, or attach(model), and was called in "
-        f"{'this process but not in another' if here else 'another process but not in this one'}: "
-        "without it, the statistics are those of a part of the batch"
+        f"{one} process observed an output, but {other} one did not: call observe(output) in every "
+        "process, or attach(model). Otherwise the statistics cover a part of the batch only"
     )
 
 
 def guide(page: str) -> str:
-    """The address of a page of docs/ that a user can open; its path if none is known."""
+    """A guide's address, or its name while the addresses of pyproject.toml are placeholders."""
     with suppress(PackageNotFoundError):
         for entry in metadata("tnt_kernels").get_all("Project-URL", ()):
             name, _, address = entry.partition(", ")
-            if name == "Documentation":
+            if name == "Documentation" and "/OWNER/" not in address:
                 return f"{address}/{page}.md"
-    return f"docs/{page}.md"
+    return f'the guide "{page.capitalize()}"'
 
 
 def names_of(group: Mapping[str, Any]) -> list[Any]:

@@ -64,6 +64,7 @@ class Empirical:
     hint: str = ""  # why nothing is observed at this step, if that is known
     summed: int | Tensor = 1  # how many observations are in the sums; on the device if masks decide
     count: int = 0  # how many outputs were observed
+    left_out: bool = False  # whether an output without rows was left out
     warned_of_missed: bool = False
     samples: ClassVar[bool] = False  # whether outputs are observed
     pools: ClassVar[bool] = False  # whether processes exchange what they observed
@@ -214,12 +215,17 @@ class Empirical:
         self.asked = set()
 
 
+def has_rows(output: Any) -> bool:
+    """Whether an output has a row; one that is no tensor is refused later."""
+    tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+    return not tensors or any(tensor.numel() for tensor in tensors)
+
+
 @dataclass
 class Observed(Empirical):
     """What outputs have given since the last step, pooled over processes."""
 
     attached: int = 0  # outputs that the hook of ``attach`` observed
-    left_out: bool = False  # whether the hook of ``attach`` left out an output without rows
     some_lack: bool = False  # whether processes lack an output, and all processes know it
     partial: bool = False  # whether outputs may reach other parameters in another process
     agreed: bool = False  # whether all processes know of ``partial``
@@ -249,7 +255,7 @@ class Observed(Empirical):
             self.note_lack(observed_by_some(here=not lacks) + self.hint, wanted, held)
         # A frozen parameter, like an unused one, gets its statistics when it is used next.
         self.asked.update(p for p in set(due).difference(wanted) if p in held)
-        if not self.count and not self.warned:
+        if not (self.count or self.left_out or self.warned):
             self.warned = any(p in held and p.grad is not None for p in wanted)
             if self.warned:
                 warn_the_caller(UNOBSERVED + self.hint)

@@ -110,8 +110,8 @@ _TABLE = (
         "a finite number >= 0",
         doc="""the learning rate, alpha in the paper. With ``graft="adam"`` it has the scale of
         Adam's rate; for transformers begin at 0.01 up to width 128, at 0.0056 for width 256, at
-        0.0032 from width 512 on. Without grafting it depends on ``damping``, the batch size and the loss's
-        scale.""",
+        0.0032 from width 512 on. Without grafting it depends on ``damping``, the batch size and the
+        loss's scale.""",
     ),
     Option(
         "damping",

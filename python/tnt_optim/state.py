@@ -198,9 +198,10 @@ def check_state(
     numbers = {entry.name for entry in wanted if entry.shape == NUMBER}
     if missing and not missing & numbers:
         raise ValueError(
-            f"{name} lacks {sorted(missing)}: is it one process's part, saved with shard or "
-            "fully_shard? Save the whole state after consolidate_state_dict() in all processes, or "
-            "load the parts with torch.distributed.checkpoint, after allocate_state()"
+            f"{name} lacks {sorted(missing)}: is it damaged, or one process's part, saved with "
+            "shard or fully_shard? Save the whole state after consolidate_state_dict() in all "
+            "processes, or load the parts with torch.distributed.checkpoint, after "
+            "allocate_state()"
         )
     check_keys(name, state, missing)
     for entry in wanted:

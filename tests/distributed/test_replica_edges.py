@@ -236,7 +236,7 @@ def test_an_observation_of_some_counts_and_one_of_none_warns(find_unused: bool) 
         assert rank["failures"] == NO_FAILURES
     # With find_unused both processes know that one of them lacks an output.
     first, second = (rank["warned"] for rank in ranks)
-    lacking, complete = "another process but not in this one", "this process but not in another"
+    lacking, complete = "output, but this one did not", "output, but another one did not"
     assert [lacking in text for text in first] == [True]
     assert len(second) == 1
     assert (complete if find_unused else "observe(output) was not called") in second[0]
@@ -295,8 +295,8 @@ def test_a_process_that_never_observes_is_an_error_in_all(
     made: Callable[[nn.Module], TNT | KFAC],
 ) -> None:
     first, second = run_in(2, observed_by_one, made, False)
-    assert "called in this process but not in another" in first["error"]
-    assert "called in another process but not in this one" in second["error"]
+    assert "This process observed an output, but another one did not" in first["error"]
+    assert "Another process observed an output, but this one did not" in second["error"]
     assert not (first["moved"] or second["moved"] or first["state"] or second["state"])
 
 

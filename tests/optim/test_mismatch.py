@@ -534,8 +534,9 @@ def test_first_statistics_that_are_all_zero_are_noticed() -> None:
     [
         (["Repository, https://a.org/b", "Documentation, https://a.org/b/docs"],
          "https://a.org/b/docs/likelihoods.md"),
-        (["Repository, https://a.org/b"], "docs/likelihoods.md"),
-        ([], "docs/likelihoods.md"),
+        (["Documentation, https://github.com/OWNER/b/docs"], 'the guide "Likelihoods"'),
+        (["Repository, https://a.org/b"], 'the guide "Likelihoods"'),
+        ([], 'the guide "Likelihoods"'),
     ],
 )  # fmt: skip
 def test_the_warning_names_the_guide_by_the_address_in_the_metadata(
@@ -554,5 +555,5 @@ def test_without_metadata_the_warning_names_the_page(monkeypatch: pytest.MonkeyP
         raise messages.PackageNotFoundError(name)
 
     monkeypatch.setattr(messages, "metadata", not_installed)
-    with pytest.warns(RuntimeWarning, match=r"\. docs/likelihoods.md lists losses"):
+    with pytest.warns(RuntimeWarning, match=r"\. the guide \"Likelihoods\" lists losses"):
         first_step("sampled", "categorical", F.mse_loss, numbers)

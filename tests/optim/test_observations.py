@@ -32,7 +32,7 @@ from tolerances import FLOAT64_REORDERED
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from tnt_optim import KFAC, TNT, observations
+from tnt_optim import KFAC, TNT, Masked, observations
 
 # ------------------------------------------------------------------ outputs
 
@@ -47,13 +47,32 @@ def test_outputs_of_wrong_dimensions_are_refused(likelihood: str, shape: tuple[i
 
 WRONG: dict[str, tuple[Callable[[Tensor], object], str]] = {
     "no graph": (lambda z: z.detach(), "output must have a graph"),
-    "no example": (lambda z: z[:0], "output must hold at least one example"),
-    "no position": (lambda z: z[:, None][:, :0], "output must hold at least one example"),
     "one class": (lambda z: z[:, :1], "at least two classes .* 'bernoulli' or 'gaussian'"),
     "integers": (lambda z: z.argmax(1), "output must be a floating-point tensor"),
     "no tensor": (lambda z: (z,), "output must be a floating-point tensor, got tuple"),
     "another model's": (lambda z: net()(torch.randn(2, 4)), "parameter"),
 }
+
+
+@tnt_and_kfac
+@pytest.mark.parametrize("empty", [lambda z: z[:0], lambda z: z[:, None][:, :0]])
+def test_an_output_without_rows_is_left_out(
+    name: str, empty: Callable[[Tensor], Tensor], recwarn: pytest.WarningsRecorder
+) -> None:
+    model = nn.Linear(3, 4)
+    opt = made(name, model)
+    x = torch.randn(5, 3)
+    opt.observe(model(x))
+    model(x).square().mean().backward()
+    opt.step()
+    before = Snapshot(model.parameters(), opt)
+    opt.observe(empty(model(x)))
+    opt.observe(Masked(empty(model(x)), torch.ones(0, dtype=torch.bool)))
+    before.assert_unchanged()
+    opt.step()  # with the statistics that it has
+    assert not [str(w.message) for w in recwarn if "observe" in str(w.message)]
+    with pytest.raises(ValueError, match="outputs|output must hold at least one example"):
+        opt.warm_start([empty(model(x))])
 
 
 @tnt_and_kfac

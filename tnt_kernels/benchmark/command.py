@@ -41,12 +41,13 @@ COLUMNS = {
 LEGEND = """\
 ratio: time of plain PyTorch / time of tnt_kernels. tnt_kernels is faster above 1, **slower** below.
 quartiles: of ms. error: largest difference from float64 / largest entry of the result.
-of the limit: time of the operator's flops or bytes at the limits above / time of tnt_kernels."""
+of the limit: time of the operator's flops or bytes at the limits above / time of tnt_kernels;
+above 100 % where tensors stay in a cache, which is faster than a copy of large ones."""
 GROWTH = """\
 Growth of the time of tnt_kernels from one shape to the next larger one with as many modes, and what
 Table 2 of Ren & Goldfarb 2021 predicts: sum_i d_i prod_j d_j for products, sum_i d_i^3 for inverses
-and roots. From a small shape it is less, because a call has a fixed time; to a shape that no longer
-fits into a cache it is more."""
+and roots, prod_j d_j for scaled_step_. From a small shape it is less, because a call has a fixed
+time; to a shape that no longer fits into a cache it is more."""
 
 
 @dataclass(frozen=True)
@@ -293,4 +294,4 @@ def _print_machine(record: Mapping[str, Any], device: torch.device, precision: s
 def _warn(record: Mapping[str, Any]) -> None:
     if warning := disturbance(record["protocol"]):
         hint = " --threads 1 suffers less." if record["provenance"]["threads"]["torch"] > 1 else ""
-        print(f"warning: {warning.strip(' *')}{hint}", file=sys.stderr, flush=True)
+        print(f"\nwarning: {warning.strip(' *')}{hint}\n", flush=True)

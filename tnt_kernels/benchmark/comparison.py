@@ -78,8 +78,8 @@ class Comparison:
         times and work are recorded for one. Notes stand below the table.
 
         Raises:
-            ValueError: a candidate computes another result, a number that is not finite, or
-                nothing. A baseline that reduced precision makes wrong is left out, with a note.
+            ValueError: a candidate computes a number that is not finite, or nothing, or ours
+                another result. A baseline with another result is left out, with a note.
         """
         arithmetic = self.device.type if self.precision == "highest" else "reduced precision"
         errors: dict[str, float] = {}
@@ -91,8 +91,8 @@ class Comparison:
             is_ours = candidate is candidates[0]
             tolerance = TOLERANCES[op][arithmetic] * (1 if is_ours else BASELINE_TOLERANCE)
             error = relative_error(candidate.results(), expected)
-            if not (error <= tolerance or is_ours or self.precision == "highest"):
-                # PyTorch's inverses and roots use TF32 too; ours do not.
+            if not (error <= tolerance or is_ours):
+                # In TF32, for example: PyTorch's inverses and roots use it too; ours do not.
                 notes.append(
                     f"{candidate.name} is left out at {self.precision!r}: error {error:.0e}"
                 )

@@ -51,15 +51,15 @@ def normal(
 
 
 def symmetric_modes(tensor_set: TensorSet, rng: torch.Generator) -> Modes:
-    """For every mode a symmetric matrix, eigenvalues in about [0, 2], or a positive diagonal."""
+    """For every mode a symmetric matrix, eigenvalues from 0.5 to about 2.5, or such a diagonal."""
 
     def draw(shape: Sequence[int]) -> Tensor:
         if len(shape) == 1:
             return torch.rand(*shape, generator=rng, device=rng.device).add_(0.5)
-        (square,) = normal([shape], rng, 0.35 / math.sqrt(shape[0]))
-        square.add_(square.mT.clone())
-        square.diagonal().add_(1.0)
-        return square
+        (root,) = normal([shape], rng, 1 / math.sqrt(2 * shape[0]))
+        square = root @ root.mT
+        square.diagonal().add_(0.5)
+        return square.add_(square.mT.clone()).div_(2)  # symmetric to the bit
 
     return [[draw(shape) for shape in shapes] for shapes in tensor_set.matrices]
 

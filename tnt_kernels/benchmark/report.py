@@ -91,7 +91,8 @@ def results(rows: Sequence[Row], columns: Mapping[str, str] | None = None) -> li
     lines: list[dict[str, str]] = []
     for row in rows:
         flops_rate, byte_rate, limit = _rates(row)
-        few = ", too few" if row.get("rounds", MIN_ROUNDS) < MIN_ROUNDS else ""
+        few = row.get("rounds", MIN_ROUNDS) < MIN_ROUNDS
+        ratio = "" if few or row["candidate"] == ours else _ratio(row)
         lines.append(
             {
                 "set": row["set"],
@@ -100,15 +101,13 @@ def results(rows: Sequence[Row], columns: Mapping[str, str] | None = None) -> li
                 "candidate": row["candidate"],
                 "ms": milliseconds(row["median"]),
                 "quartiles": _span(row.get("quartiles", []), milliseconds),
-                "ratio": "" if row["candidate"] == ours else _ratio(row),
-                "its quartiles": (
-                    "" if row["candidate"] == ours else _span(row["ratio"][1:], "{:.3g}".format)
-                ),
+                "ratio": ratio,
+                "its quartiles": _span(row["ratio"][1:], "{:.3g}".format) if ratio else "",
                 "error": f"{row['error']:.0e}" if "error" in row else "",
                 "GF/s": flops_rate,
                 "GB/s": byte_rate,
                 "of the limit": limit,
-                "rounds": f"{row.get('rounds', '')}{few}",
+                "rounds": f"{row.get('rounds', '')}{', too few' if few else ''}",
                 "engine": row.get("engine", ""),
             }
         )
