@@ -31,8 +31,10 @@ from pathlib import Path
 from typing import Any
 
 from setuptools import setup
+from setuptools.command import editable_wheel
 
 ROOT = Path(__file__).parent
+FOLDERS = {"tnt_kernels": "tnt_kernels", "tnt_optim": "python/tnt_optim"}
 # Where the environment's packages are, under build isolation too.
 PACKAGES = Path(sysconfig.get_path("purelib"))
 # They read what stands here, or pack the sources.
@@ -207,6 +209,29 @@ def extension() -> dict[str, Any]:
     return {"ext_modules": [operators, host], "cmdclass": {"build_ext": Build}}
 
 
+class Editable(editable_wheel.editable_wheel):
+    """Installs a path, to a folder with links to both packages.
+
+    What setuptools installs for two folders is asked after all paths: beside a clone, Python would
+    take the clone itself, which is named as a package, for the package.
+    """
+
+    def _select_strategy(self, name: str, tag: str, build_lib: Any) -> Any:
+        links = ROOT / ".editable"
+        try:
+            links.mkdir(exist_ok=True)
+            for package, folder in FOLDERS.items():
+                if not (links / package).exists():
+                    (links / package).symlink_to(Path("..", folder), target_is_directory=True)
+            if not self.mode:
+                return editable_wheel._StaticPth(self.distribution, name, [links])
+        except (AttributeError, OSError):  # another setuptools; no links on this system
+            pass
+        return super()._select_strategy(name, tag, build_lib)
+
+
+extensions = extension()
+commands = extensions.pop("cmdclass", {})
 setup(
     license="MIT",
     packages=[
@@ -218,7 +243,8 @@ setup(
         "tnt_optim.distributed",
         "tnt_optim.kfac",
     ],
-    package_dir={"tnt_kernels": "tnt_kernels", "tnt_optim": "python/tnt_optim"},
+    package_dir=FOLDERS,
     package_data={"tnt_kernels": ["py.typed"], "tnt_optim": ["py.typed"]},
-    **extension(),
+    cmdclass={"editable_wheel": Editable, **commands},
+    **extensions,
 )
