@@ -264,7 +264,8 @@ def check_groups(
     saved_groups = state_dict["param_groups"]
     if len(saved_groups) != len(groups):
         raise ValueError(
-            f"state_dict must have {len(groups)} parameter groups, got {len(saved_groups)}"
+            f"state_dict must have {len(groups)} parameter groups, got {len(saved_groups)}: is it "
+            "another optimizer's?"
         )
     for number, (group, saved) in enumerate(zip(groups, saved_groups, strict=True)):
         check_keys(f"state_dict: group {number}", saved, settings - _NOT_SAVED - _LATER)

@@ -72,6 +72,20 @@ def test_every_operator_has_a_table_and_rows(
     assert "## `inverse_root`" in report.page(record)
 
 
+@pytest.mark.usefixtures("quick")
+def test_a_busy_machine_gets_one_thread(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Unless the user says how many."""
+    used: list[int] = []
+    monkeypatch.setattr(command, "busy_share", lambda: 0.9)
+    monkeypatch.setattr(torch, "set_num_threads", used.append)
+    for options in ([], ["--threads=2"]):
+        assert run("--shape=3x2", "--seconds=1000", *options) == 0
+    assert used == [1, 2]
+    assert capsys.readouterr().out.count("so one thread is used") == 1
+
+
 def test_without_a_command_it_prints_the_versions(capsys: pytest.CaptureFixture[str]) -> None:
     main([])
     printed = capsys.readouterr().out

@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import zipfile
 from pathlib import Path
 
@@ -106,6 +107,24 @@ def run_setup(
     code = f"{prelude}\nimport runpy; sys.argv = ['setup.py', *{arguments!r}]\n"
     code += "runpy.run_path('setup.py', run_name='__main__')"
     return python("-c", code, **environment)
+
+
+def test_an_editable_install_works_beside_the_clone(tmp_path: Path) -> None:
+    """A folder in the working directory with the package's name does not hide the package."""
+    clone = copy_of_the_checkout(tmp_path / "tnt_kernels")
+    made = python("setup.py", "-q", "editable_wheel", "-d", str(tmp_path), cwd=clone, TNT_CPU="0")
+    assert made.returncode == 0, made.stderr
+    with zipfile.ZipFile(next(tmp_path.glob("*.whl"))) as wheel:
+        (name,) = (name for name in wheel.namelist() if name.endswith(".pth"))
+        path = wheel.read(name).decode().strip()
+    code = f"import sys; sys.path.append({path!r}); import tnt_kernels, tnt_optim"
+    code += "; print(tnt_kernels.__file__, tnt_optim.__file__)"
+    packages = sysconfig.get_path("purelib")
+    found = python("-W", "ignore", "-S", "-c", code, cwd=tmp_path, PYTHONPATH=packages)
+    assert found.stdout.split() == [
+        str(clone / ".editable" / package / "__init__.py")
+        for package in ("tnt_kernels", "tnt_optim")
+    ], found.stderr
 
 
 def test_without_pytorch() -> None:

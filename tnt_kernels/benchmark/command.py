@@ -28,6 +28,7 @@ from tnt_kernels.benchmark.tables import disturbance, table
 SHAPES = ("64x64x3x3", "256x256", "512x512", "1024x1024")
 SECONDS = 40.0
 LIMIT_SIZE = {"cpu": 1024, "cuda": 4096}  # of the matrices that measure the limits
+MOSTLY_BUSY = 0.5  # share of the machine that other processes use
 MAX_MODES = 24  # an einsum has a letter for each
 MAX_ENTRIES = 1 << 26  # 256 MiB in float32; a case holds about 20 such tensors
 # About how many times the least seconds of a call its case takes: right results in float64, three
@@ -68,8 +69,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         type=_tensor,
         metavar="SHAPE",
-        help="sizes of the modes, joined by x; may be repeated; a mode above 8192 has a diagonal "
-        f"statistic (default: {' '.join(SHAPES)})",
+        help="sizes of the modes, joined by x (one size: a vector); may be repeated; a mode above "
+        f"8192 has a diagonal statistic (default: {' '.join(SHAPES)})",
     )
     parser.add_argument(
         "--device",
@@ -77,7 +78,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         default="cpu",
         help="on a GPU the first run also compiles the kernels, so run it twice (default: cpu)",
     )
-    parser.add_argument("--threads", type=_threads, metavar="N", help="(default: PyTorch's own)")
+    parser.add_argument(
+        "--threads",
+        type=_threads,
+        metavar="N",
+        help="(default: PyTorch's own; 1 on a busy machine)",
+    )
     parser.add_argument(
         "--precision",
         choices=("highest", "high", "medium"),
@@ -140,6 +146,10 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     device = torch.device(options.device)
     if device.type == "cuda" and not torch.cuda.is_available():
         parser.error("argument --device: PyTorch has no GPU here")
+    # Several threads that wait for a core make plain PyTorch look slow.
+    if device.type == "cpu" and not options.threads and (busy_share() or 0) > MOSTLY_BUSY:
+        print("Other processes use most of this machine, so one thread is used (see --threads)")
+        options.threads = 1
     if options.threads:
         torch.set_num_threads(options.threads)
     tensors = {tensor.name: tensor for tensor in options.shapes or map(_tensor, SHAPES)}
