@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tnt_optim.factors import refresh_factors
 from tnt_optim.failures import Failures, PreconditionerError, diverged
 from tnt_optim.groups import Groups
 from tnt_optim.interfaces import Method, Source
 from tnt_optim.modes import States, is_plain, layout_for
 from tnt_optim.processes import Processes
-from tnt_optim.refresh import refresh_factors
 from tnt_optim.state import new_state, zero_statistics
 
 Statistics = dict[Tensor, list[Tensor]]

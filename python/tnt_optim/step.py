@@ -1,7 +1,8 @@
 """One step: what is due -> gradients -> statistics -> factors -> directions -> weights.
 
 ``plan_step`` says what is due and takes the gradients from their source; it changes nothing.
-``Step.run`` carries the plan out.
+``Step.run`` carries the plan out. Refreshes and updates neither wait for the device nor read a
+value on it, so that a CUDA graph can record them; what waits stands in ``Step._run``.
 """
 
 import functools
@@ -15,15 +16,24 @@ from torch import Tensor
 from tnt_optim.attempt import Attempt, Stage, Stages
 from tnt_optim.autograd import Gradients
 from tnt_optim.cuda_graphs import StepGraphs
-from tnt_optim.early_roots import mean_is_small, takes_roots
+from tnt_optim.factors import mean_is_small, refresh_factors, takes_roots
 from tnt_optim.failures import Delivery, Failures, Report
 from tnt_optim.groups import Groups
 from tnt_optim.interfaces import Method
-from tnt_optim.modes import Batch, Group, Settings, State, States, each, is_plain
+from tnt_optim.modes import (
+    Batch,
+    Group,
+    Settings,
+    State,
+    States,
+    buckets_of,
+    each,
+    is_plain,
+    layout_of,
+)
 from tnt_optim.observations import Empirical
 from tnt_optim.options import as_they_are
 from tnt_optim.processes import Processes
-from tnt_optim.refresh import refresh_factors, refresh_statistics
 from tnt_optim.rounding import check_rounding
 from tnt_optim.schedule import factors_due, statistics_due
 from tnt_optim.state import ALLOCATED, has_entries, has_statistics
@@ -218,21 +228,36 @@ class Step:
     def refresh_statistics(
         self, deliver: Callable[[Tensor], Any] = lambda codes: codes
     ) -> Iterator[Report]:
-        """Adds the observations to the statistics; ``deliver`` takes the memory to report them."""
+        """Adds what was observed to the statistics, if it is finite.
+
+        ``deliver`` allocates the memory to report codes before anything is written. A repeated step
+        does not add an observation twice.
+        """
         if not self.statistics:
             return
         finite = self.processes.all_finite(self.source.witnesses(self.observed.values()))
         for group, params in self.statistics:
-            yield refresh_statistics(
-                (self.settings(group), params),
-                self.observed,
-                finite,
-                self.states,
-                self.processes,
-                self.source,
-                deliver=deliver,
-                done=self.attempt.accumulated,
-            )
+            codes = deliver((~finite).to(torch.int32).expand(len(params)).contiguous())
+            self._add_observed(self.settings(group), self.processes.owned(params), finite)
+            self.attempt.accumulated.update(params)
+            yield Report("statistics", codes, params)
+
+    def _add_observed(self, group: Settings, params: Sequence[Tensor], finite: Tensor) -> None:
+        if not params:
+            return
+        # Decay 1 leaves the statistics as they are, whatever the gradient holds.
+        keep = torch.ones((), dtype=torch.float64, device=params[0].device)
+        decay = torch.where(finite.to(keep.device), keep * group["stat_decay"], keep)
+        states = [self.states[p] for p in params]
+        layouts = list(map(layout_of, states))
+        stats, factors = each(states, "stats"), each(states, "factors")
+        whitens = group["estimator"] == "mle"
+        # Whitening copies gradients, one bucket at a time.
+        for part in buckets_of(params) if whitens else [slice(None)]:
+            values = [self.observed[p] for p in params[part]]
+            whitening = factors[part] if whitens else None
+            self.source.accumulate_(stats[part], values, layouts[part], decay, whitening)
+            self.attempt.accumulated.update(params[part])
 
     def refresh_factors(self) -> list[Report]:
         """Computes factors from the statistics."""

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tnt_kernels import damped_inverse, inverse_root
 from tnt_optim.checks import pop_fisher, refuse_unknown
-from tnt_optim.early_roots import takes_roots
+from tnt_optim.factors import takes_roots
 from tnt_optim.kronecker import KroneckerOptimizer
 from tnt_optim.likelihoods import Likelihood
 from tnt_optim.messages import warn_if_unbounded

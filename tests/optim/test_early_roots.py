@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from tnt_kernels import inverse_root
 from tnt_optim import TNT
-from tnt_optim.early_roots import LEAST_SHARE, mean_share
+from tnt_optim.factors import LEAST_SHARE, mean_share
 
 SHAPES = [(6, 5), (7,), (3, 4, 2), (1, 5)]
 
@@ -115,7 +115,7 @@ def test_shares_decide_on_average(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[float] = []
     shares = iter([0.9, 0.0, 0.0, 0.9, -0.3, 0.1])
     monkeypatch.setattr(
-        "tnt_optim.early_roots.mean_share",
+        "tnt_optim.factors.mean_share",
         lambda state, momentum: torch.tensor(seen.append(momentum) or next(shares)).double(),
     )
     params = [weight(2, 3), weight(3, 4), weight(4, 5)]

@@ -1,23 +1,60 @@
-"""How long factors are inverse square roots of the statistics, before they become inverses.
+"""Factors: they are computed from the statistics, as inverses or roots.
 
-The second moment E[g g^T] of training gradients is their covariance plus the square of their mean.
-In the first steps the mean is nearly all of it. The inverse of E[g g^T] would then damp the
-direction of descent more than any other, and steps would follow the noise. The inverse square root,
-as in Adam and Shampoo, weighs both alike. Once noise dominates, E[g g^T] is close to the Fisher
-matrix, and the inverse is the better power. Gradients at sampled labels have mean zero from the
-start.
+With ``early_roots`` they begin as inverse square roots. The second moment E[g g^T] of training
+gradients is their covariance plus the square of their mean. In the first steps the mean is nearly
+all of it. The inverse of E[g g^T] would then damp the direction of descent more than any other, and
+steps would follow the noise. The inverse square root, as in Adam and Shampoo, weighs both alike.
+Once noise dominates, E[g g^T] is close to the Fisher matrix, and the inverse is the better power.
+Gradients at sampled labels have mean zero from the start.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
-from tnt_optim.modes import Batch, Settings, State, States, layout_of
+from tnt_optim.failures import Report
+from tnt_optim.interfaces import Method
+from tnt_optim.modes import Batch, Settings, State, States, each, layout_of, rows
 from tnt_optim.processes import Processes
 
 # Factors become inverses when the mean's share, averaged over the parameters, is below this.
 LEAST_SHARE = 0.25
+
+
+def refresh_factors(
+    batches: Iterable[tuple[Settings, Sequence[Tensor]]],
+    states: States,
+    processes: Processes,
+    method: Method,
+) -> list[Report]:
+    """Computes factors from the statistics; a factor that fails keeps its old value.
+
+    ``batches`` are parameters with their settings at this step. An error may come at any point: the
+    same statistics give the same factors again.
+    """
+    reports: list[Report] = []
+    for settings, params in batches:
+        owned = processes.owned(params)
+        owned_states = [states[p] for p in owned]
+        layouts = list(map(layout_of, owned_states))
+        stats = rows(each(owned_states, "stats"), layouts)
+        factors = rows(each(owned_states, "factors"), layouts)
+        codes = torch.zeros(0, dtype=torch.int32, device=params[0].device)
+        if owned:
+            codes = method._factors(settings, stats, factors)
+        codes = _worst_of_blocks(codes, [len(layout.cuts) for layout in layouts])
+        codes = processes.codes(params, owned, codes)
+        processes.send_factors(params, states)
+        reports.append(Report("inverses", codes, params))
+    return reports
+
+
+def _worst_of_blocks(codes: Tensor, counts: Sequence[int]) -> Tensor:
+    """The largest code of each parameter's blocks, on the device; ``counts`` blocks for each."""
+    if all(count == 1 for count in counts):
+        return codes
+    return torch.stack([of_blocks.amax() for of_blocks in codes.split(list(counts))])
 
 
 def takes_roots(group: Settings) -> bool:
