@@ -1,7 +1,6 @@
 """Which implementation serves on a GPU: Triton, or the reference with a warning that says why."""
 
 import importlib
-import runpy
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -16,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 import tnt_kernels
 from tnt_kernels import calls, reference, triton
+from tnt_kernels.__main__ import main
 
 # The module, which the function of its name hides.
 backends = importlib.import_module("tnt_kernels.backends")
@@ -108,14 +108,13 @@ def test_the_device_is_that_of_the_lists() -> None:
 def test_the_page_warns_where_a_gpu_has_no_kernel(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("sys.argv", ["tnt_kernels"])
-    runpy.run_module("tnt_kernels", run_name="__main__")
+    main([])
     assert torch.cuda.is_available() or capsys.readouterr().err == ""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *device: "a GPU")
     monkeypatch.setattr(triton, "version", lambda: "none")
     capsys.readouterr()
-    runpy.run_module("tnt_kernels", run_name="__main__")
+    main([])
     said = capsys.readouterr()
     why = "all operators use the reference: Triton is not installed"
     assert said.err == f"\nwarning: on the GPU {why}\n"
