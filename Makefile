@@ -63,7 +63,7 @@ INSTALL = $(PYTHON) tools/environment.py
 .PHONY: demo compiler test test-all quick-tests slow-tests lint format native-test sanitizers fuzz bench bench-quick figures gpu docs build wheel test-wheel torch-test clean
 
 demo: build
-	$(PY) -m experiments demo $(if $(DATA),mnist --data "$(DATA)")
+	$(PY) -u -m experiments demo $(if $(DATA),mnist --data "$(DATA)")
 
 # Lint and the C++ tests use one core each.
 test: compiler $(VENV)/.test build

@@ -47,6 +47,7 @@ def main(
     wanted.append(
         default_settings("tnt", batch_size=batch_size, epochs=length, schedule="constant")
     )
+    print(f"{loaded.label}: SGD-m and Adam {TUNED[problem]}, TNT with its defaults", flush=True)
     origin = provenance()
     runs = [
         train(loaded, replace(settings, seed=seed), report_every=-(-length // 10))
