@@ -434,7 +434,7 @@ def _epoch_line(run: Run) -> str:
     epoch = run.epochs[-1]
     line = (
         f"{run.label:6} epoch {epoch.number:3}/{run.settings.epochs}  "
-        f"smoothed loss {epoch.smoothed_loss:8.3f}  {epoch.seconds:6.2f} s"
+        f"smoothed loss {epoch.smoothed_loss:8.3f}  {epoch.seconds:6.2f} s/epoch"
     )
     line += "".join(f"  {name} {value:.4g}" for name, value in epoch.metrics.items())
     if run.diverged_at_step is not None:
