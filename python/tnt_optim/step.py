@@ -228,7 +228,7 @@ class Step:
     def refresh_statistics(
         self, deliver: Callable[[Tensor], Any] = lambda codes: codes
     ) -> Iterator[Report]:
-        """Adds what was observed to the statistics, if it is finite.
+        """Adds this step's observations to the statistics; leaves them out if one is not finite.
 
         ``deliver`` allocates the memory to report codes before anything is written. A repeated step
         does not add an observation twice.
