@@ -15,7 +15,7 @@ from tools.compile_report.machine_code import (
     TOOLS,
     Compiled,
     Loop,
-    product_loops,
+    loops_of,
     tensor_operations,
 )
 
@@ -47,7 +47,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     [
         pytest.param(rule, id=name)
         for name, rule in zip(
-            ("compiles", "spills", "products", "loads", "lean", "fits", "recorded"),
+            ("compiles", "spills", "products", "loads", "lean", "waits", "fits", "recorded"),
             (*expectations.EXPECTATIONS, expectations.RECORDED),
             strict=True,
         )
@@ -75,6 +75,8 @@ def test_every_check_had_something_to_look_at(report: dict[str, Any]) -> None:
             assert len(e["loops"]) >= len(e["products"]), e
         if e["kernel"] == "product.product_kernel":
             assert len(e["products"]) == 1 and len(e["loads"]) == 2
+        if e["kernel"] == "damped_inverse.panel_kernel":
+            assert any(loop["waits"] and not loop["products"] for loop in e["loops"]), e
     grams = [e for e in entries if e["kernel"] == "gram_ema.gram_kernel"]
     assert {e["settings"]["FORM"] for e in grams} == {0, 1, 2}
     assert {e["settings"]["BLOCK"] for e in grams} == {16, 32, 64, 128}
@@ -139,7 +141,15 @@ def test_a_bad_entry_breaks_a_rule(change: dict[str, Any], what: str) -> None:
     assert what in found
 
 
-def test_loops_with_products_are_counted() -> None:
+def test_a_step_of_a_corner_waits_twice() -> None:
+    steps = [Loop(488, 48, {16: 2}, 6), Loop(334, 0, {}, 2)]
+    panel = replace(GOOD, kernel="damped_inverse.panel_kernel", settings={"BLOCK": 64}, loops=steps)
+    panel = replace(panel, products={}, loads={})
+    assert said(panel) == []
+    assert said(replace(panel, loops=[Loop(487, 0, {}, 5)])) == ["5 waits in a step"]
+
+
+def test_loops_with_products_or_waits_are_counted() -> None:
     listing = """
 .L_x_0:
         /*0000*/                   LDG.E R4, desc[UR28][R2.64] ;
@@ -153,9 +163,15 @@ def test_loops_with_products_are_counted() -> None:
         /*0070*/                   HMMA.1688.F32.TF32 R4, R8, R12, R4 ;
         /*0080*/              @P1 BRA `(.L_x_1) ;
 .L_x_2:
-        /*0090*/                   EXIT ;
+        /*0090*/                   FFMA R4, R8, R12, R4 ;
+        /*00a0*/                   BAR.SYNC.DEFER_BLOCKING 0x0 ;
+        /*00b0*/              @P1 BRA `(.L_x_2) ;
+        /*00c0*/                   EXIT ;
 """
-    assert product_loops(listing) == [Loop(instructions=7, products=1, loads={16: 1}, waits=2)]
+    assert loops_of(listing) == [
+        Loop(instructions=7, products=1, loads={16: 1}, waits=2),
+        Loop(instructions=3, products=0, loads={}, waits=1),
+    ]
 
 
 def test_loads_and_products_are_found_in_the_listing_of_triton() -> None:

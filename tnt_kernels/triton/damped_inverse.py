@@ -228,24 +228,26 @@ def begin_kernel(
 
 @triton.jit
 def _inverse_of_root(corner, rows, BLOCK: tl.constexpr):
-    """L^-1 of a symmetric tile A = L L^T, and its pivots; the first ``rows`` rows of both.
+    """C^T of a symmetric tile A = L L^T, C = L^-1, and A's pivots; the first ``rows`` of both.
 
-    Row by row, as tiles are eliminated: before row k, the tile's first k rows are those of L^-1,
-    and its other rows are L^-1's as far as it is known, then what is left of A, both triangles.
+    Column by column, as tiles are eliminated: before column k, the tile's first k columns are those
+    of C^T, and its other columns are C^T's as far as it is known, then what is left of A, both
+    triangles. A row of the tile is in one warp, and every warp has the diagonal of what is left:
+    only turning a column into a row waits for other warps.
     """
     index = tl.arange(0, BLOCK)
-    pivots = tl.full((BLOCK,), 1, corner.dtype)
+    across, down = index[None, :], index[:, None]
+    diagonal = tl.sum(tl.where(down == across, corner, 0.0), axis=0)[None, :]
     for k in range(0, rows):
-        here = index == k
-        row = tl.sum(tl.where(here[:, None], corner, 0.0), axis=0)
-        pivot = tl.sum(tl.where(here, row, 0.0), axis=0)
-        pivots = tl.where(here, pivot, pivots)
+        pivot = tl.sum(tl.where(across == k, diagonal, 0.0), axis=1)[:, None]
         inverse = 1 / tl.sqrt(pivot)
-        below = tl.where(index > k, row, 0.0) * inverse  # column k of L: A is symmetric
-        row = tl.where(here, 1.0, row) * inverse
-        rest = tl.where(here[None, :], 0.0, corner) - below[:, None] * row[None, :]
-        corner = tl.where(here[:, None], row[None, :], rest)
-    return tl.where(index[:, None] >= index[None, :], corner, 0.0), pivots
+        column = tl.sum(tl.where(across == k, corner, 0.0), axis=1)
+        row = tl.where(across > k, column[None, :], 0.0) * inverse  # A is symmetric
+        diagonal -= row * row
+        column = tl.where(down == k, 1.0, column[:, None]) * inverse
+        rest = tl.where(down == k, 0.0, corner) - column * row
+        corner = tl.where(across == k, column, rest)
+    return tl.where(down <= across, corner, 0.0), tl.sum(diagonal, axis=0)
 
 
 @triton.jit
@@ -293,7 +295,7 @@ def panel_kernel(
     which takes longer than their products: one launch less, and nothing waits for one program.
 
     Grid: one program for each strip of tiles of a matrix. It reads and writes its tiles of the
-    panel. Bound: the latency of BLOCK dependent steps, each with a sum over the tile.
+    panel. Bound: the latency of BLOCK dependent steps, which each wait for all warps twice.
     """
     strip = strips + tl.program_id(0) * STRIP_FIELDS
     number, first = tl.load(strip + MODE), tl.load(strip + FIRST)
@@ -310,7 +312,6 @@ def panel_kernel(
     # The two triangles of a product in 3xTF32 may differ by a rounding.
     corner = tl.where(index[:, None] >= index[None, :], corner, tl.trans(corner))
     c, pivots = _inverse_of_root(corner, rows, BLOCK)
-    c = tl.trans(c)
     if first == 0:
         stat = tl.load(addresses + tl.load(mode + STAT)).to(tl.pointer_type(STATE))
         row = k * BLOCK + index

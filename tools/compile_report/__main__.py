@@ -78,7 +78,7 @@ def page(record: Mapping[str, Any], entries: Sequence[Compiled]) -> str:
         (rule, sum(m["expectation"] == rule for m in missed)) for rule in (*EXPECTATIONS, RECORDED)
     ]
     header = ["kernel", "class", "for", "registers", "stack, LDL/STL", "shared memory, bytes"]
-    header += ["warps", "product", "loops with products: instructions, products, waits"]
+    header += ["warps", "product", "loops with products or waits: instructions, products, waits"]
     header += ["loads in loops, bytes"]
     lines = [
         "# What the compilers make of the GPU kernels",

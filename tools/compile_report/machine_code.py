@@ -59,7 +59,7 @@ class Site(NamedTuple):
 
 
 class Loop(NamedTuple):
-    """A loop with products: what one warp does in one iteration."""
+    """A loop with products or waits: what one warp does in one iteration."""
 
     instructions: int
     products: int  # instructions of the matrix units, or DFMA for float64 without them
@@ -85,7 +85,7 @@ class Compiled:
     loads: dict[str, dict[int, int]] = field(default_factory=dict)
     # Every load in a loop: the bytes of an element.
     element_bytes: dict[str, int] = field(default_factory=dict)
-    loops: list[Loop] = field(default_factory=list)  # the loops with products
+    loops: list[Loop] = field(default_factory=list)  # the loops with products or waits
     error: str = ""  # why it did not compile; then nothing else is known
 
 
@@ -151,7 +151,7 @@ def _compiled(launch: Launch, capability: int) -> Compiled:
         tensor_memory=getattr(made.metadata, "tmem_size", 0) or 0,
         products={name: anywhere if p == "none" else p for name, p in products.items()},
         loads={name: dict(sorted(widths.items())) for name, widths in loads.items()},
-        loops=product_loops(listing),
+        loops=loops_of(listing),
         element_bytes=sizes,
     )
 
@@ -177,8 +177,8 @@ def instructions_by_line(listing: str) -> dict[Line, list[tuple[str, str]]]:
     return found
 
 
-def product_loops(listing: str) -> list[Loop]:
-    """The loops of a listing that have products, in order."""
+def loops_of(listing: str) -> list[Loop]:
+    """The loops of a listing that have products or waits, in order."""
     made: list[tuple[str, str]] = []
     starts: dict[str, int] = {}  # of labels
     loops: dict[int, list[tuple[str, str]]] = {}
@@ -194,9 +194,10 @@ def product_loops(listing: str) -> list[Loop]:
     for loop in loops.values():
         names = Counter(name for name, _ in loop)
         products = sum(names[name] for name in PRODUCTS if name != "FFMA")
-        if products and "EXIT" not in names:  # code after the exit waits for the code before it
+        waits = sum((name + suffixes).startswith(WAITS) for name, suffixes in loop)
+        # Code after the exit waits for the code before it.
+        if (products or waits) and "EXIT" not in names:
             loads = Counter(width(i) for i in loop if i[0] in LOADS)
-            waits = sum((name + suffixes).startswith(WAITS) for name, suffixes in loop)
             found.append(Loop(len(loop), products, dict(sorted(loads.items())), waits))
     return found
 
