@@ -80,10 +80,10 @@ def grafted_directions_(
     table = table_on(device, counts) if adam else mu  # not read without
     numbers = (mu, table, second_decay, eps)
     move, wanted = over_elements(
-        *(momentum_kernel, lists, numbers), sums=True, SUMS=True, ADAM=adam, AHEAD=nesterov
+        *(momentum_kernel, lists, numbers), sums=1, SUMS=True, ADAM=adam, AHEAD=nesterov
     )
     precondition = products(out if nesterov else momenta, out, factors)
-    square, squares = over_elements(inner_kernel, [out], (), sums=True, TWO=False)
+    square, squares = over_elements(inner_kernel, [out], (), sums=1, TWO=False)
     norms = torch.empty(len(momenta), 2, dtype=torch.float64, device=device)
 
     def finish(_: Tensor) -> None:

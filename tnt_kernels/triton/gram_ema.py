@@ -295,14 +295,14 @@ def diagonal_kernel(
 
 
 @triton.jit
-def scale_kernel(scales, squares, squares_firsts, traces, traces_firsts, BLOCK: tl.constexpr):
+def scale_kernel(scales, sums, firsts, BLOCK: tl.constexpr):
     """|G|^2 / tr H of one whitened Gram matrix H, 0 if the trace is not positive.
 
     Grid: one program for each matrix, which reads its partial sums. Bound: the launch.
     """
     t = tl.program_id(0)
-    square = sum_of(squares, squares_firsts, t, BLOCK)
-    trace = sum_of(traces, traces_firsts, t, BLOCK)
+    trace = sum_of(sums, firsts, t, BLOCK, EACH=2)
+    square = sum_of(sums + 1, firsts, t, BLOCK, EACH=2)
     tl.store(scales + t, tl.where(trace <= 0, 0.0, square / trace))
 
 
@@ -629,12 +629,11 @@ def _whitened(
             groups = [own[n] for n in made], [whitened[n] for n in made]
             others = [factors[f] for n in made for f in part[n].factors]
             prepared += products(*groups, others, skipped=[part[n].mode for n in made])
-        square, squares = over_elements(inner_kernel, [own], (), sums=True, TWO=False)
-        trace, traces = over_elements(inner_kernel, [whitened, own], (), sums=True, TWO=True)
+        add, sums = over_elements(inner_kernel, [whitened, own], (), sums=2, TWO=True)
         scales = torch.empty(len(own), dtype=torch.float64, device=device)
         modes = [one.mode for one in part]
         blend = _update([stats[one.stat] for one in part], whitened, decay, modes, own, scales)
-        prepared += [square, trace, _divided(scales, squares, traces), blend]
+        prepared += [add, _divided(scales, sums), blend]
     return prepared
 
 
@@ -655,9 +654,9 @@ def _copying(given: Sequence[Tensor], own: Sequence[Tensor]) -> Prepared:
     return Prepared(0, start)
 
 
-def _divided(scales: Tensor, squares: Sums, traces: Sums) -> Prepared:
+def _divided(scales: Tensor, sums: Sums) -> Prepared:
     def start(_: Tensor) -> None:
-        launch(scale_kernel, len(scales), scales, *squares, *traces, BLOCK=SUMMED, num_warps=WARPS)
+        launch(scale_kernel, len(scales), scales, *sums, BLOCK=SUMMED, num_warps=WARPS)
 
     return Prepared(0, start)
 

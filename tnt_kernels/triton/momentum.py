@@ -93,25 +93,26 @@ def addresses_at(problem, LIST: tl.constexpr, start, x, y, z, VECTOR: tl.constex
 
 
 @triton.jit
-def store_sum(partials, problem, first, total, SPAN: tl.constexpr):
-    """Stores a program's partial sum, of 2**LEVELS terms.
+def store_sum(partials, problem, first, total, SPAN: tl.constexpr, EACH: tl.constexpr = 1):
+    """Stores a program's partial sum, of 2**LEVELS terms; a program has EACH sums.
 
     Neighbours are added in pairs: tl.sum's own order follows the width of loads, which also depends
     on a list's other tensors.
     """
     for level in tl.static_range(1, LEVELS + 1):
         total = tl.sum(tl.reshape(total, (1 << (LEVELS - level), 2)), axis=1)
-    tl.store(partials + tl.load(problem + PARTIAL) + first // SPAN + tl.arange(0, 1), total)
+    number = tl.load(problem + PARTIAL) + first // SPAN
+    tl.store(partials + number * EACH + tl.arange(0, 1), total)
 
 
 @triton.jit
-def sum_of(partials, firsts, t, BLOCK: tl.constexpr):
+def sum_of(partials, firsts, t, BLOCK: tl.constexpr, EACH: tl.constexpr = 1):
     """The sum of a tensor's partial sums, which are added in a fixed order."""
     first, last = tl.load(firsts + t), tl.load(firsts + t + 1)
     total = tl.zeros((BLOCK,), tl.float64)
     for start in range(first, last, BLOCK):
         number = start + tl.arange(0, BLOCK)
-        total += tl.load(partials + number, mask=number < last, other=0)
+        total += tl.load(partials + number * EACH, mask=number < last, other=0)
     return tl.sum(total, axis=0)
 
 
@@ -128,7 +129,9 @@ def inner_kernel(
     VECTOR: tl.constexpr,
     TWO: tl.constexpr,
 ):
-    """The inner product of SPAN elements of two tensors, or without TWO of one with itself.
+    """The sum of squares of SPAN elements of one tensor.
+
+    With TWO the inner product with a second one, and then that one's sum of squares.
 
     Grid: one program for each SPAN elements, which it reads once. Bound: memory.
     """
@@ -137,6 +140,7 @@ def inner_kernel(
     if TWO:
         right_start = start_of(problem, 1, addresses, ELEMENT, VECTOR)
     total = tl.zeros((BLOCK,), tl.float64)
+    squares = tl.zeros((BLOCK,), tl.float64)
     for start in range(0, SPAN, BLOCK):
         inside, x, y, z = indices_of(problem, first, count, start, BLOCK, VECTOR)
         left_at = addresses_at(problem, 0, left_start, x, y, z, VECTOR)
@@ -145,8 +149,11 @@ def inner_kernel(
         if TWO:
             right_at = addresses_at(problem, 1, right_start, x, y, z, VECTOR)
             right = tl.load(right_at, mask=inside, other=0).to(tl.float64)
+            squares = tl.fma(right, right, squares)
         total = tl.fma(left, right, total)
-    store_sum(partials, problem, first, total, SPAN)
+    store_sum(partials, problem, first, total, SPAN, EACH=1 + TWO)
+    if TWO:
+        store_sum(partials + 1, problem, first, squares, SPAN, EACH=2)
 
 
 @triton.jit
@@ -332,19 +339,20 @@ def over_elements(
     numbers: Sequence[Tensor | float],
     *,
     decayed: Sequence[bool] = (),
-    sums: bool = False,
+    sums: int = 0,
     **constants: bool,
 ) -> tuple[Prepared, Sums]:
     """Prepares a kernel over all elements of lists of at least one tensor each.
 
-    With ``sums`` it stores partial sums, which come before its numbers; else they are not to be
-    read.
+    With ``sums`` it stores as many partial sums for each SPAN elements; they come before its
+    numbers. Else they are not to be read.
     """
     lists = [walked(tensors) for tensors in lists]
     device = lists[0][0].device
     flags = tuple(decayed) or (False,) * len(lists[0])
     p = planned(plan, *lists, rest=(flags,))
-    partials = torch.empty(p.partials, dtype=torch.float64, device=device) if sums else p.firsts
+    kept = sums * p.partials
+    partials = torch.empty(kept, dtype=torch.float64, device=device) if sums else p.firsts
     addresses = addresses_of(*lists)
 
     def start(_: Tensor) -> None:
