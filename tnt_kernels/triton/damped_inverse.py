@@ -230,9 +230,9 @@ def begin_kernel(
 def _inverse_of_root(corner, rows, BLOCK: tl.constexpr):
     """C^T of a symmetric tile A = L L^T, C = L^-1, and A's pivots; the first ``rows`` of both.
 
-    Column by column, as tiles are eliminated: before column k, the tile's first k columns are those
-    of C^T, and its other columns are C^T's as far as it is known, then what is left of A, both
-    triangles. A row of the tile is in one warp, and every warp has the diagonal of what is left:
+    Column k is eliminated in step k. Before it, the first k columns of the tile are final. In the
+    others, the first k rows are a part of C^T that later steps complete; the other rows are what is
+    left of A, both triangles. Each row of the tile is in one warp, and every warp has the diagonal:
     only turning a column into a row waits for other warps.
     """
     index = tl.arange(0, BLOCK)

@@ -129,9 +129,10 @@ def inner_kernel(
     VECTOR: tl.constexpr,
     TWO: tl.constexpr,
 ):
-    """The sum of squares of SPAN elements of one tensor.
+    """The sum of squares of SPAN elements of a tensor.
 
-    With TWO the inner product with a second one, and then that one's sum of squares.
+    With TWO it stores two sums instead: the inner product with a second tensor, and the sum of
+    squares of the second.
 
     Grid: one program for each SPAN elements, which it reads once. Bound: memory.
     """
