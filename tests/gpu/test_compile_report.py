@@ -75,7 +75,8 @@ def test_every_check_had_something_to_look_at(report: dict[str, Any]) -> None:
             assert len(e["loops"]) >= len(e["products"]), e
         if e["kernel"] == "product.product_kernel":
             assert len(e["products"]) == 1 and len(e["loads"]) == 2
-        if e["kernel"] == "damped_inverse.panel_kernel":
+        # The steps of a corner; in float64 their DFMA counts as a product.
+        if e["kernel"] == "damped_inverse.panel_kernel" and e["settings"]["STATE"] == "fp32":
             assert any(loop["waits"] and not loop["products"] for loop in e["loops"]), e
     grams = [e for e in entries if e["kernel"] == "gram_ema.gram_kernel"]
     assert {e["settings"]["FORM"] for e in grams} == {0, 1, 2}

@@ -58,7 +58,8 @@ class Site(NamedTuple):
     lines: frozenset[Line]  # its lines of source
 
 
-class Loop(NamedTuple):
+@dataclass(frozen=True)
+class Loop:
     """A loop with products or waits: what one warp does in one iteration."""
 
     instructions: int
