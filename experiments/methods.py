@@ -144,9 +144,10 @@ def default_settings(optimizer: str, *, batch_size: int, epochs: int, schedule: 
         epochs=epochs,
     )
     form = {name: own[name] for name in _FORM if own.get(name) is not None}
-    if kind is TNT:  # only without a likelihood
-        without = METHODS[optimizer].statistics == "empirical"
-        form |= {"nesterov": without, "early_roots": without}
+    if kind is TNT:  # these depend on the likelihood
+        likelihood = None if METHODS[optimizer].statistics == "empirical" else "categorical"
+        group = TNT([nn.Parameter(torch.zeros(1))], likelihood=likelihood).param_groups[0]
+        form |= {name: group[name] for name in ("nesterov", "early_roots", "interval_warmup")}
     return replace(found, **form)
 
 

@@ -333,7 +333,7 @@ SIGNATURES = {
 TNT_SIGNATURE = (
     "params, lr=0.01, *, likelihood=None, damping=0.3, momentum=0.9, nesterov=None, "
     "stat_decay=0.9, weight_decay=0.0, stat_interval=10, inverse_interval=50, "
-    "interval_warmup=500, estimator='mle', max_factor_dim=4096, relative_damping=True, "
+    "interval_warmup=None, estimator='mle', max_factor_dim=4096, relative_damping=True, "
     "early_roots=None, graft='adam', precondition_1d=False, seed=0, capturable=False, "
     "block_size=None, merge_small_dims='kernel', maximize=False, rounding='nearest', "
     "process_group=None, shard=None, **unknown"
@@ -343,6 +343,7 @@ SHAMPOO_SIGNATURE = (
     .replace("estimator='mle', ", "")
     .replace("damping=0.3", "damping=0.001")
     .replace("nesterov=None", "nesterov=False")
+    .replace("interval_warmup=None", "interval_warmup=500")
     .replace("early_roots=None, ", "")
     .replace("seed=0, ", "")
 )

@@ -165,7 +165,7 @@ _TABLE = (
         "an integer from 0 to 1000000",
         doc="""the number of first steps in which both intervals grow from 1 to their values:
         statistics and factors change fast at first. With 0 they have their values from the
-        start.""",
+        start. None (``TNT``): 2000, with a ``likelihood`` 500, because a refresh costs more.""",
     ),
     Option(
         "likelihood",

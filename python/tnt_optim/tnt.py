@@ -94,7 +94,7 @@ class TNT(KroneckerOptimizer):
         weight_decay: float = 0.0,
         stat_interval: int = 10,
         inverse_interval: int = 50,
-        interval_warmup: int = 500,
+        interval_warmup: int | None = None,
         estimator: Estimator = "mle",
         max_factor_dim: int = 4096,
         relative_damping: bool = True,
@@ -114,6 +114,8 @@ class TNT(KroneckerOptimizer):
         likelihood = pop_fisher("TNT", unknown, likelihood)
         refuse_unknown("TNT", unknown)
         nesterov = likelihood is None if nesterov is None else nesterov
+        if interval_warmup is None:  # sampled labels cost a second backward at each refresh
+            interval_warmup = 2000 if likelihood is None else 500
         if early_roots is None:  # without grafting, roots take steps of another unit
             early_roots = likelihood is None and graft is not None and relative_damping
         source = Empirical() if likelihood is None else Sampled()

@@ -29,7 +29,7 @@ BAD: list[tuple[str, Any]] = [
     *[("stat_decay", bad) for bad in (-0.1, 1.0, NAN)],
     *[("stat_interval", bad) for bad in (0, -1, 1.5, True)],
     *[("inverse_interval", bad) for bad in (0, -1, 2.5)],
-    *[("interval_warmup", bad) for bad in (-1, 2.5, False, None)],
+    *[("interval_warmup", bad) for bad in (-1, 2.5, False, "long")],
     *[("max_factor_dim", bad) for bad in (0, -3)],
     *[("block_size", bad) for bad in (0, -1, 1.5, True, "many")],
     *[("merge_small_dims", bad) for bad in (18, True, "all")],
