@@ -101,7 +101,7 @@ def test_roots_end_with_the_mean_and_for_good() -> None:
     def noisy(size: float) -> list[Tensor]:
         return [m + size * noise(*m.shape) for m in mean]
 
-    opt = TNT(params)
+    opt = TNT(params, interval_warmup=500)
     assert all(steps(opt, params, [noisy(0.1) for _ in range(40)]))
     taken = steps(opt, params, [noisy(10.0) for _ in range(80)])
     assert taken[0] and not taken[-1]
