@@ -1,4 +1,4 @@
-"""The demo: TNT with its default settings, and Adam and SGD-m as tuned, from the same start."""
+"""The demo: `TNT(params)`, and Adam and SGD-m as tuned, from the same start."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def main(
     threads: options.Threads = None,
     out: options.Out = None,
 ) -> None:
-    """Train an autoencoder with SGD-m, Adam and TNT: a table and a picture in seconds."""
+    """Train an autoencoder with SGD-m, Adam and `TNT(params)`: a table and a picture in seconds."""
     options.set_machine(1 if threads is None and problem == "digits" else threads)
     out = out or Path(f"results/demo/{problem}.json")
     with user_errors():
@@ -45,9 +45,9 @@ def main(
     wanted = [TASKS[problem].settings(name, length) for name in ("sgd", "adam")]
     batch_size = wanted[0].batch_size
     wanted.append(
-        default_settings("tnt", batch_size=batch_size, epochs=length, schedule="constant")
+        default_settings("tnt-ef", batch_size=batch_size, epochs=length, schedule="constant")
     )
-    print(f"{loaded.label}: SGD-m and Adam {TUNED[problem]}, TNT with its defaults", flush=True)
+    print(f"{loaded.label}: SGD-m and Adam {TUNED[problem]}, TNT(params)", flush=True)
     origin = provenance()
     runs = [
         train(loaded, replace(settings, seed=seed), report_every=-(-length // 10))
@@ -68,7 +68,7 @@ def curve(run: Run, tuned: str) -> Curve:
     seconds = [epoch.seconds / run.steps_per_epoch for epoch in run.epochs]
     own = (
         "default settings"
-        if run.settings.optimizer == "tnt"
+        if run.settings.optimizer == "tnt-ef"
         else f"lr {run.settings.lr:g}, {tuned}"
     )
     return Curve(
