@@ -53,6 +53,16 @@ def test_the_default_trains_as_it_stands(name: str) -> None:
     assert sum(losses[-5:]) < 0.5 * sum(losses[:5])
 
 
+def test_intervals_grow_for_longer_without_a_likelihood() -> None:
+    """A refresh with sampled labels costs a second backward."""
+    for likelihood, default in ((None, 2000), ("categorical", 500)):
+        groups = [
+            TNT(net().parameters(), likelihood=likelihood, **given).param_groups[0]
+            for given in ({}, {"interval_warmup": 7})
+        ]
+        assert [group["interval_warmup"] for group in groups] == [default, 7]
+
+
 def test_the_papers_form_has_the_papers_settings() -> None:
     group = TNT.paper(net().parameters(), likelihood="categorical").param_groups[0]
     settings = {"lr": 1e-4, "damping": 0.01, "stat_interval": 10, "inverse_interval": 100}
