@@ -42,7 +42,7 @@ COLUMNS = {
 LEGEND = """\
 ratio: time of plain PyTorch / time of tnt_kernels. tnt_kernels is faster above 1, **slower** below.
 quartiles: of ms. error: largest difference from float64 / largest entry of the result.
-of the limit: the least time that the limits above allow / time of tnt_kernels;
+of the limit: the shortest time that the limits above allow / time of tnt_kernels;
 above 100 % where tensors stay in a cache, which is faster than a copy of large ones."""
 GROWTH = """\
 Growth of the time of tnt_kernels from one shape to the next larger one with as many modes, and what
