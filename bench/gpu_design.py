@@ -50,6 +50,10 @@ ERRORS = {"highest": 1e-4, "high": 2e-3}
 # Useful TFLOP/s: a Gram matrix counts one triangle. From the measured rates of the same loop.
 RATES = {("gram", "highest"): 72.0, ("gram", "high"): 220.0, ("product", "highest"): 72.0}
 
+# What `damped_inverse` took as a graph before its products were packed, milliseconds, on an H200
+# (results/gpu/operators.json).
+INVERSES_BEFORE = {"mnist_ae": 1.31, "gpt2_full": 48.3, "square4096": 6.73}
+
 
 @dataclass(frozen=True)
 class Line:
@@ -173,6 +177,17 @@ def sets(device: torch.device) -> Iterator[Line]:
             torch.cuda.empty_cache()
 
 
+def inverses(device: torch.device) -> Iterator[Line]:
+    """``damped_inverse`` as a graph against the kernels before."""
+    for name, before in INVERSES_BEFORE.items():
+        run = OPERATORS["damped_inverse"].problem(PARAMETER_SETS[name], device).candidates[0].run
+        samples = _timed({OURS: captured(run) if device.type == "cuda" else run}, device)[OURS]
+        milliseconds = 1e3 * statistics.median(samples)
+        yield Line("inverses", f"damped_inverse, {name}", milliseconds, "ms")
+        ratio = before / milliseconds
+        yield Line("inverses", f"damped_inverse, {name}: before over now", ratio, "times", 1.5)
+
+
 def eager(device: torch.device) -> Iterator[Line]:
     """Eager calls against plain PyTorch, and what they take the host."""
     for name in ("resnet32", "mnist_ae"):
@@ -220,6 +235,7 @@ SECTIONS: dict[str, Callable[[torch.device], Iterator[Line]]] = {
     "loops": loops,
     "cuBLAS": cublas,
     "sets": sets,
+    "inverses": inverses,
     "eager": eager,
 }
 

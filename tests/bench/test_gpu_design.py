@@ -16,6 +16,7 @@ def toy_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_design, "SIZES", (64,))
     monkeypatch.setattr(gpu_design, "SETS", ("resnet32",))
     monkeypatch.setattr(gpu_design, "SET_OPERATORS", ("mode_products",))
+    monkeypatch.setattr(gpu_design, "INVERSES_BEFORE", {"resnet32": 0.1})
     monkeypatch.setattr(gpu_design, "EAGER", ("scaled_step_",))
 
 
@@ -36,7 +37,7 @@ def test_every_section_is_recorded(
     _, rows = measured(tmp_path, monkeypatch)
     assert [row["section"] for row in rows if row["section"] == "errors"] == ["errors"] * 12
     assert all(row["said"] == "PASS" for row in rows if row["section"] == "errors")
-    assert {row["section"] for row in rows} == {"errors", "cuBLAS", "sets", "eager"}
+    assert {row["section"] for row in rows} == {"errors", "cuBLAS", "sets", "inverses", "eager"}
     assert all(float(str(row["value"])) > 0 for row in rows if row["section"] != "errors")
     assert "PASS  gram_ema_ (16, 9), 3xTF32" in capsys.readouterr().out
 

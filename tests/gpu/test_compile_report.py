@@ -105,7 +105,7 @@ def test_an_interpreting_process_is_refused(tmp_path: Path) -> None:
 
 GOOD = Compiled(
     kernel="gram_ema.gram_kernel",
-    settings={"ELEMENT": "fp32", "STATE": "fp32", "BLOCK": 128, "FORM": 1, "PRECISION": "tf32"},
+    settings={"ELEMENT": "fp32", "STATE": "fp32", "BLOCK": 128, "FORM": 1},
     capability=90,
     registers=128,
     shared=49152,

@@ -1,18 +1,23 @@
 """``damped_inverse`` in Triton: blocked Cholesky inverses of all matrices in the same launches.
 
-A matrix A = U_i + eps I is cut into tiles, padded to whole ones with the identity, and is replaced
-from the first panel (a row of tiles) to the last by T = L^-1 with A = L L^T:
+A matrix A = U_i + eps I is cut into tiles, padded to whole ones with the identity. It is replaced
+in place, from the first panel (a row of tiles) to the last, by parts of T = L^-1 with A = L L^T and
+of A^-1 = T^T T. Panel k is
 
     C = L_kk^-1,   P_j = C T_kj  for every j, T_kj being A_jk^T for j > k and I for j = k
-    T_kj <- P_j  for j <= k,   T_ij <- T_ij - P_i^T P_j  for i > k, j <= i, from T_ik = 0
 
-The last step waits for AT_ONCE panels, which reads and writes each tile once for all of them. A
-panel first catches up on the tiles that it needs: its own row and column.
+which completes row k of T: P_j for j <= k. AT_ONCE panels make a group, whose P_j^T are packed into
+an operand R, with 0 for j > k in the group. One product then updates the lower triangle:
 
-At last A^-1 = T^T T. That is d^3 operations for a matrix, as LAPACK's potrf and potri have, all in
-products of tiles but for the corners C. The elimination that multiplies by L_kk^-T L_kk^-1 at once
-needs one launch a panel, not two, but it squares the condition number: in float32 at condition 1e4
-its error was 8, the Cholesky inverse's 4e-4 (d = 200, a tenth of the eigenvalues 1).
+    T_ij <- T_ij - R_i R_j^T  below the group,   A^-1_ij <- A^-1_ij + R_i R_j^T  to its last row
+
+A tile whose row or column is in the group begins from 0. A panel takes the group's earlier ones
+from its tiles first; the P_j that it needs for this are in rows of R of their own.
+
+That is d^3 operations for a matrix, as LAPACK's potrf and potri have, all in products of tiles but
+for the corners C. The elimination that multiplies by L_kk^-T L_kk^-1 at once needs no corners, but
+it squares the condition number: in float32 at condition 1e4 its error was 8, the Cholesky inverse's
+4e-4 (d = 200, a tenth of the eigenvalues 1).
 
 Corners, panels and products are in 3xTF32 at every precision setting of PyTorch: TF32's ten bits
 would make an inverse of condition 1000 noise.
@@ -56,15 +61,31 @@ from tnt_kernels.triton.launch import (
     scalar_on,
     table,
 )
-from tnt_kernels.triton.tiles import blocks, cut, depth_of, fields, lower_tiles
+from tnt_kernels.triton.pack import (
+    SPLIT,
+    TERMS,
+    by_parts,
+    form_of,
+    packed_product,
+    rows_of,
+    store_packed,
+)
+from tnt_kernels.triton.tiles import (
+    LARGE_BLOCK,
+    blocks,
+    cut,
+    fields,
+    lower_tiles,
+    warps_of,
+)
 
 # A Cholesky pivot of at most this many roundings of its diagonal entry counts as zero.
 PIVOT_ROUNDINGS = tl.constexpr(16)
 
 # A row of the modes, int64: indices of two addresses and of its tensor, rows, whether it is
-# diagonal, and of a matrix its panels and its tiles in the workspace: the first of a lower
-# triangle, row by row; the first P_j^T of AT_ONCE panels, panel after panel; the first A_kk.
-STAT, OUT, TENSOR, ROWS, IS_DIAGONAL, PANELS, TRIANGLE, PANEL, CORNER = fields(9)
+# diagonal, and of a matrix its panels, in the workspace the first tile of its lower triangle, row
+# by row, the first byte of R, and the numbers in R's rows.
+STAT, OUT, TENSOR, ROWS, IS_DIAGONAL, PANELS, TRIANGLE, OPERAND, STRIDE = fields(9)
 MODE_FIELDS = tl.constexpr(9)
 # What a mode's entries are multiplied by, what is added to the diagonal, and what the inverse is
 # multiplied by, float64. The last is a power of two that makes the matrix's entries near 1.
@@ -75,12 +96,12 @@ NUMBER_FIELDS = tl.constexpr(3)
 MODE, TILE_ROW, FIRST, LAST = fields(4)
 STRIP_FIELDS = tl.constexpr(4)
 
-# Panels whose updates are made together. For one panel an update does eight operations for each
-# byte of its tile: memory bounds it. For eight panels the matrix units bound it.
+# Panels of a group, an even number: large tiles are of two panels. For one panel an update does
+# eight operations for each byte of its tile: memory bounds it. For eight the matrix units do.
 AT_ONCE = 8
 # Tiles of a strip, at most: the programs of a panel all compute the same corner.
 MOST_TILES = 8
-# Pipeline stages of the loads. A third needs 16 KB more for each operand, so fewer programs fit.
+# Pipeline stages of a panel's loads, of which a program has few.
 STAGES = 2
 
 
@@ -171,23 +192,16 @@ def diagonal_kernel(
 
 
 @triton.jit
-def _tile(tiles, number, BLOCK: tl.constexpr):
-    """Pointers to the entries of a tile of the workspace."""
-    return _columns(tiles, number, 0, BLOCK, BLOCK)
+def _number_of(triangle, row, column):
+    """The number of a tile of a lower triangle, int64."""
+    return triangle + (row * (row + 1) // 2 + column)
 
 
 @triton.jit
-def _columns(tiles, number, first, BLOCK: tl.constexpr, DEPTH: tl.constexpr):
-    """Pointers to DEPTH columns of a tile."""
-    row, column = tl.arange(0, BLOCK), tl.arange(0, DEPTH)
-    start = tiles + number.to(tl.int64) * (BLOCK * BLOCK) + first
-    return start + (row[:, None] * BLOCK + column[None, :])
-
-
-@triton.jit
-def _of_triangle(triangle, row, column):
-    """The number of a tile of a lower triangle."""
-    return triangle + row * (row + 1) // 2 + column
+def _tile(tiles, triangle, row, column, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
+    """Pointers to the first WIDTH columns of a tile of a lower triangle."""
+    start = tiles + _number_of(triangle, row, column) * (BLOCK * BLOCK)
+    return start + (tl.arange(0, BLOCK)[:, None] * BLOCK + tl.arange(0, WIDTH)[None, :])
 
 
 @triton.jit
@@ -221,58 +235,54 @@ def begin_kernel(
         bad = tl.where(tl.abs(entry) < float("inf"), bad, 1)
         diagonal = tl.where((row < rows)[:, None], entry + damping, 1.0)
         value = tl.where(row[:, None] == column[None, :], diagonal, entry).to(STATE)
-        to = tl.where(i == j, tl.load(mode + CORNER) + i, _of_triangle(triangle, i, j))
-        tl.store(_tile(tiles, to, BLOCK), value)
+        tl.store(_tile(tiles, triangle, i, j, BLOCK, BLOCK), value)
     tl.atomic_max(failed + number, tl.max(tl.max(bad, axis=1), axis=0))
 
 
 @triton.jit
-def _inverse_of_root(corner, rows, BLOCK: tl.constexpr):
-    """C^T of a symmetric tile A = L L^T, C = L^-1, and A's pivots; the first ``rows`` of both.
+def _eliminated(half, first, rows, BLOCK: tl.constexpr):
+    """Half of the columns of a tile, from ``first`` on, of C^T above L; and their pivots.
 
-    Column k is eliminated in step k. Before it, the first k columns of the tile are final. In the
-    others, the first k rows are a part of C^T that later steps complete; the other rows are what is
-    left of A, both triangles. Each row of the tile is in one warp, and every warp has the diagonal:
-    only turning a column into a row waits for other warps.
+    Column k is eliminated in step k. Before it, earlier columns are final. In the others, the first
+    k rows are a part of C^T that later steps complete; the other rows are what is left of A, whose
+    lower triangle counts. Each row is in one warp, and every warp has the diagonal: only turning a
+    column into a row waits for other warps.
     """
-    index = tl.arange(0, BLOCK)
-    across, down = index[None, :], index[:, None]
-    diagonal = tl.sum(tl.where(down == across, corner, 0.0), axis=0)[None, :]
-    for k in range(0, rows):
+    HALF: tl.constexpr = BLOCK // 2
+    index = first + tl.arange(0, HALF)
+    down, across = tl.arange(0, BLOCK)[:, None], index[None, :]
+    diagonal = tl.sum(tl.where(down == across, half, 0.0), axis=0)[None, :]
+    for k in range(first, tl.minimum(rows, first + HALF)):
         pivot = tl.sum(tl.where(across == k, diagonal, 0.0), axis=1)[:, None]
         inverse = 1 / tl.sqrt(pivot)
-        column = tl.sum(tl.where(across == k, corner, 0.0), axis=1)
-        row = tl.where(across > k, column[None, :], 0.0) * inverse  # A is symmetric
+        column = tl.sum(tl.where(across == k, half, 0.0), axis=1)
+        row = tl.where(across > k, tl.gather(column, index, 0)[None, :], 0.0) * inverse
         diagonal -= row * row
         column = tl.where(down == k, 1.0, column[:, None]) * inverse
-        rest = tl.where(down == k, 0.0, corner) - column * row
-        corner = tl.where(across == k, column, rest)
-    return tl.where(down <= across, corner, 0.0), tl.sum(diagonal, axis=0)
+        rest = tl.where(down == k, 0.0, half) - column * row
+        half = tl.where(across == k, column, rest)
+    return half, tl.sum(diagonal, axis=0)
 
 
 @triton.jit
-def _less_products(
-    value,
-    tiles,
-    left,
-    right,
-    panels,
-    first,
-    last,
-    BLOCK: tl.constexpr,
-    DEPTH: tl.constexpr,
-    PRECISION: tl.constexpr,
+def _check_pivots(
+    pivots, first, mode, own, addresses, failed, STATE: tl.constexpr, COUNT: tl.constexpr
 ):
-    """value - the sum of P_i^T P_j over panels ``first`` to ``last`` of those in the workspace.
+    """Whether COUNT pivots, of the matrix's rows from ``first`` on, are more than roundings."""
+    row, rows = first + tl.arange(0, COUNT), tl.load(mode + ROWS)
+    stat = tl.load(addresses + tl.load(mode + STAT)).to(tl.pointer_type(STATE))
+    entry = tl.load(stat + row.to(tl.int64) * (rows + 1), mask=row < rows, other=0)
+    damped = entry.to(tl.float64) * tl.load(own + SCALE) + tl.load(own + DAMPING)
+    ROUNDING: tl.constexpr = 2.0**-52 if STATE == tl.float64 else 2.0**-23
+    good = (pivots.to(tl.float64) > PIVOT_ROUNDINGS * ROUNDING * damped) | (row >= rows)
+    tl.atomic_max(failed, tl.max(tl.where(good, 0, 1), axis=0))
 
-    ``left`` and ``right`` are the tiles P_i^T and P_j^T of the first of these.
-    """
-    for start in range(first * BLOCK, last * BLOCK, DEPTH):
-        skipped, term = start // BLOCK * panels, tl.multiple_of(start % BLOCK, DEPTH)
-        a = -tl.load(_columns(tiles, left + skipped, term, BLOCK, DEPTH))
-        b = tl.load(_columns(tiles, right + skipped, term, BLOCK, DEPTH))
-        value = tl.dot(a, tl.trans(b), value, input_precision=PRECISION, out_dtype=value.dtype)
-    return value
+
+@triton.jit
+def _rows_of(tiles, mode, row, BLOCK: tl.constexpr, STATE: tl.constexpr):
+    """The addresses of a row of tiles of R."""
+    index = row * BLOCK + tl.arange(0, BLOCK)
+    return rows_of(tiles, mode + OPERAND, mode + STRIDE, index, STATE)
 
 
 @triton.jit(do_not_specialize=["k"])
@@ -287,97 +297,151 @@ def panel_kernel(
     STATE: tl.constexpr,
     BLOCK: tl.constexpr,
     AT_ONCE: tl.constexpr,
+    FORM: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Panel k: the corner's C, then P_j^T = T_kj^T C^T for each tile of a strip.
+    """Panel k: the corner's C, then P_j^T = T_kj^T C^T for each tile of a strip, packed.
 
-    Both after the updates by earlier panels that wait. All strips of a panel compute the corner,
-    which takes longer than their products: one launch less, and nothing waits for one program.
+    The corner is what the group's earlier panels have left; a program takes its tiles' products
+    from the corners of the group's later panels. All strips of a panel compute the corner, which
+    takes longer than their products: one launch less, and nothing waits for one program.
 
-    Grid: one program for each strip of tiles of a matrix. It reads and writes its tiles of the
-    panel. Bound: the latency of BLOCK dependent steps, which each wait for all warps twice.
+    C^T is made in two halves, of 32 columns in float32: a step then has half the instructions.
+
+    Grid: one program for each strip of tiles of a matrix. It reads the corner, its tiles of the
+    panel and those of the group's earlier panels, and writes its tiles. Bound: the latency of BLOCK
+    dependent steps, which each wait for all warps twice.
     """
     strip = strips + tl.program_id(0) * STRIP_FIELDS
     number, first = tl.load(strip + MODE), tl.load(strip + FIRST)
     mode, own = modes + number * MODE_FIELDS, numbers + number * NUMBER_FIELDS
-    triangle, panel = tl.load(mode + TRIANGLE), tl.load(mode + PANEL)
-    rows = tl.minimum(tl.load(mode + ROWS).to(tl.int32) - k * BLOCK, BLOCK)
-    panels, waiting = tl.load(mode + PANELS).to(tl.int32), k % AT_ONCE
-    DEPTH: tl.constexpr = 16  # with more it spills registers
-    corner = tl.load(_tile(tiles, tl.load(mode + CORNER) + k, BLOCK))
-    corner = _less_products(
-        *(corner, tiles, panel + k, panel + k, panels, 0, waiting, BLOCK, DEPTH, PRECISION)
-    )
-    index = tl.arange(0, BLOCK)
-    # The two triangles of a product in 3xTF32 may differ by a rounding.
-    corner = tl.where(index[:, None] >= index[None, :], corner, tl.trans(corner))
-    c, pivots = _inverse_of_root(corner, rows, BLOCK)
+    triangle, panels = tl.load(mode + TRIANGLE), tl.load(mode + PANELS).to(tl.int32)
+    rows, apart = tl.load(mode + ROWS).to(tl.int32) - k * BLOCK, _apart(mode, FORM)
+    HALF: tl.constexpr = BLOCK // 2
+    index, column = tl.arange(0, BLOCK), tl.arange(0, HALF)[None, :]
+
+    at = _tile(tiles, triangle, k, k, BLOCK, HALF)
+    c_left, pivots = _eliminated(tl.load(at), 0, rows, BLOCK)
     if first == 0:
-        stat = tl.load(addresses + tl.load(mode + STAT)).to(tl.pointer_type(STATE))
-        row = k * BLOCK + index
-        at = stat + row.to(tl.int64) * (tl.load(mode + ROWS) + 1)
-        entry = tl.load(at, mask=index < rows, other=0).to(tl.float64) * tl.load(own + SCALE)
-        ROUNDING: tl.constexpr = 2.0**-52 if STATE == tl.float64 else 2.0**-23
-        least = PIVOT_ROUNDINGS * ROUNDING * (entry + tl.load(own + DAMPING))
-        good = (pivots.to(tl.float64) > least) | (index >= rows)
-        tl.atomic_max(failed + number, tl.max(tl.where(good, 0, 1), axis=0))
+        _check_pivots(pivots, k * BLOCK, mode, own, addresses, failed + number, STATE, HALF)
+    products = tl.dot(c_left, tl.trans(c_left), input_precision=PRECISION, out_dtype=STATE)
+    _, products = tl.split(tl.permute(tl.reshape(products, (BLOCK, 2, HALF)), (0, 2, 1)))
+    rest = tl.load(at + HALF, mask=index[:, None] >= HALF, other=0) - products
+    c_right, pivots = _eliminated(rest, HALF, rows, BLOCK)
+    if first == 0:
+        _check_pivots(pivots, k * BLOCK + HALF, mode, own, addresses, failed + number, STATE, HALF)
+    c_left = tl.where(index[:, None] <= column, c_left, 0.0)
+    c_right = tl.where(index[:, None] <= HALF + column, c_right, 0.0)
+
+    earlier, steps = k % AT_ONCE, BLOCK // TERMS
+    begin, end = k - earlier, k - earlier + AT_ONCE
+    every = index[:, None] >= 0
+    at_k = _rows_of(tiles, mode, panels + earlier, BLOCK, STATE)
     # Both parts of C in 3xTF32, held for all tiles, would spill registers.
-    SPLITS: tl.constexpr = STATE == tl.float32
+    SPLITS: tl.constexpr = FORM == SPLIT
     for j in tl.range(first, tl.load(strip + LAST), disable_licm=SPLITS):
+        is_later = (j > k) & (j < end)
+        at_j = _rows_of(tiles, mode, tl.where(is_later, panels + j - begin, j), BLOCK, STATE)
         if j == k:
-            value = c
+            left, right = c_left, c_right
         else:
-            # A tile of a panel that waits starts from 0, with that panel.
-            since = tl.maximum(j - (k - waiting), 0)
             if j < k:
-                at = _tile(tiles, _of_triangle(triangle, k, j), BLOCK)
-                operand = tl.trans(tl.load(at, mask=j < k - waiting, other=0))
+                unfinished = _tile(tiles, triangle, k, j, BLOCK, BLOCK)
+                operand = tl.trans(tl.load(unfinished, mask=j < begin, other=0))
             else:
-                operand = tl.load(_tile(tiles, _of_triangle(triangle, j, k), BLOCK))
-                since = 0
-            operand = _less_products(
-                *(operand, tiles, panel + j, panel + k, panels),
-                *(since, waiting, BLOCK, DEPTH, PRECISION),
+                operand = tl.load(_tile(tiles, triangle, j, k, BLOCK, BLOCK))
+            operand -= packed_product(
+                *(at_j, at_k, every, every, earlier * steps, apart, STATE, FORM, BLOCK, BLOCK)
             )
-            value = tl.dot(operand, c, input_precision=PRECISION, out_dtype=STATE)
-        tl.store(_tile(tiles, panel + waiting * panels + j, BLOCK), value)
-        if j <= k:
-            # Transposed, because the last product sums over rows.
-            tl.store(_tile(tiles, _of_triangle(triangle, k, j), BLOCK), value)
+            left = tl.dot(operand, c_left, input_precision=PRECISION, out_dtype=STATE)
+            right = tl.dot(operand, c_right, input_precision=PRECISION, out_dtype=STATE)
+        at_own = at_j + earlier * BLOCK
+        store_packed(at_own + column, apart * TERMS, left, every, FORM)
+        store_packed(at_own + (column + HALF), apart * TERMS, right, every, FORM)
+        if is_later:
+            zero = tl.zeros((BLOCK, BLOCK), STATE)
+            in_group = _rows_of(tiles, mode, j, BLOCK, STATE) + (earlier * BLOCK + index[None, :])
+            store_packed(in_group, apart * TERMS, zero, every, FORM)
+            tl.debug_barrier()  # each thread now reads what others have stored
+            corner = _tile(tiles, triangle, j, j, BLOCK, BLOCK)
+            left_over = tl.load(corner) - packed_product(
+                *(at_own, at_own, every, every, steps, apart, STATE, FORM, BLOCK, BLOCK)
+            )
+            tl.store(corner, left_over)
 
 
-@triton.jit(do_not_specialize=["k"])
+@triton.jit
+def _apart(mode, FORM: tl.constexpr):
+    """The steps from the first part of R's rows to the second."""
+    return tl.load(mode + STRIDE).to(tl.int32) // (2 * TERMS)
+
+
+@triton.jit
+def _replace(
+    product,
+    first_column,
+    arguments,
+    CONSTANTS: tl.constexpr,
+    HEIGHT: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """Adds a product of the group to columns of a tile of A^-1, or takes it from one of T."""
+    tiles, mode, first_row, begin, end = arguments
+    BLOCK: tl.constexpr = CONSTANTS
+    row, column = first_row + tl.arange(0, HEIGHT), first_column + tl.arange(0, WIDTH)
+    i, j = row // BLOCK, column // BLOCK
+    panels = tl.load(mode + PANELS).to(tl.int32)
+    tile = _number_of(tl.load(mode + TRIANGLE), i[:, None], j[None, :])
+    at = tiles + tile * (BLOCK * BLOCK) + (row % BLOCK * BLOCK)[:, None] + (column % BLOCK)[None, :]
+    kept = (i[:, None] >= j[None, :]) & (i < panels)[:, None]
+    is_old = ((i < begin) | (i >= end))[:, None] & ((j < begin) | (j >= end))[None, :]
+    old = tl.load(at, mask=kept & is_old, other=0)
+    value = tl.where((i >= end)[:, None], old - product, old + product)
+    tl.store(at, value, mask=kept)
+
+
+@triton.jit(do_not_specialize=["begin"])
 def update_kernel(
     strips,
     modes,
     tiles,
-    k,
+    begin,
     STATE: tl.constexpr,
     BLOCK: tl.constexpr,
-    STEP: tl.constexpr,
     AT_ONCE: tl.constexpr,
-    PRECISION: tl.constexpr,
+    FORM: tl.constexpr,
+    HEIGHT: tl.constexpr,
 ):
-    """T_ij <- T_ij - P_i^T P_j for the tiles of a strip below panel k, by AT_ONCE panels up to k.
+    """A tile of A^-1 and T after the group that begins with panel ``begin``.
 
-    Grid: one program for each strip of a lower triangle. It reads a row of tiles of the panels, and
-    for each tile another, and reads and writes the tile. Bound: matrix units.
+    Grid: one program for each tile of a lower triangle. It reads two rows of tiles of R, and reads
+    and writes the tile. Bound: matrix units.
     """
     strip = strips + tl.program_id(0) * STRIP_FIELDS
-    mode, i = modes + tl.load(strip + MODE) * MODE_FIELDS, tl.load(strip + TILE_ROW)
-    triangle, panel = tl.load(mode + TRIANGLE), tl.load(mode + PANEL)
-    panels, before = tl.load(mode + PANELS).to(tl.int32), k + 1 - AT_ONCE
-    DEPTH: tl.constexpr = depth_of(STEP, PRECISION)
-    for j in range(tl.load(strip + FIRST), tl.load(strip + LAST)):
-        to = tl.where(i == j, tl.load(mode + CORNER) + i, _of_triangle(triangle, i, j))
-        is_old = (j < before) | (j > k)
-        value = tl.load(_tile(tiles, to, BLOCK), mask=is_old, other=0)
-        since = tl.where(is_old, 0, j - before)
-        value = _less_products(
-            *(value, tiles, panel + i, panel + j, panels),
-            *(since, AT_ONCE, BLOCK, DEPTH, PRECISION),
-        )
-        tl.store(_tile(tiles, to, BLOCK), value)
+    mode = modes + tl.load(strip + MODE) * MODE_FIELDS
+    row = tl.load(strip + TILE_ROW) * HEIGHT + tl.arange(0, HEIGHT)
+    column = tl.load(strip + FIRST) * HEIGHT + tl.arange(0, HEIGHT)
+    panels = tl.load(mode + PANELS).to(tl.int32)
+    end = tl.minimum(begin + AT_ONCE, panels)
+    product = packed_product(
+        rows_of(tiles, mode + OPERAND, mode + STRIDE, row, STATE),
+        rows_of(tiles, mode + OPERAND, mode + STRIDE, column, STATE),
+        (row < panels * BLOCK)[:, None],
+        (column < panels * BLOCK)[:, None],
+        (end - begin) * (BLOCK // TERMS),
+        _apart(mode, FORM),
+        STATE,
+        FORM,
+        HEIGHT,
+        HEIGHT,
+    )
+    # Loaded here: the product would otherwise hold these in registers.
+    mode = modes + tl.load(strip + MODE) * MODE_FIELDS
+    end = tl.minimum(begin + AT_ONCE, tl.load(mode + PANELS).to(tl.int32))
+    first_row, first_column = tl.load(strip + TILE_ROW) * HEIGHT, tl.load(strip + FIRST) * HEIGHT
+    arguments = tiles, mode, first_row, begin, end
+    LEAST: tl.constexpr = HEIGHT if HEIGHT <= 32 else HEIGHT // 8
+    by_parts(_replace, product, first_column, arguments, BLOCK, HEIGHT, HEIGHT, LEAST)
 
 
 @triton.jit
@@ -390,26 +454,21 @@ def check_kernel(
     STATE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Whether the diagonal of T^T T is finite, for one column of tiles; its other entries are less.
+    """Whether BLOCK entries of the inverse's diagonal are finite: then its other entries are.
 
-    Grid: one program for each column of tiles of a matrix, which it reads. Bound: memory.
+    Grid: one program for each row of tiles of a matrix, which reads a diagonal. Bound: the launch.
     """
     strip = strips + tl.program_id(0) * STRIP_FIELDS
-    number, j = tl.load(strip + MODE), tl.load(strip + TILE_ROW)
-    mode = modes + number * MODE_FIELDS
-    triangle, panels = tl.load(mode + TRIANGLE), tl.load(mode + PANELS).to(tl.int32)
-    total = tl.zeros((BLOCK, BLOCK), tl.float64)
-    for i in range(j, panels):
-        value = tl.load(_tile(tiles, _of_triangle(triangle, i, j), BLOCK)).to(tl.float64)
-        total += value * value
-    # T's tiles are stored transposed.
-    entry = (tl.sum(total, axis=1) * tl.load(numbers + number * NUMBER_FIELDS + UNIT)).to(STATE)
-    bad = tl.where(entry < float("inf"), 0, 1)
-    tl.atomic_max(failed + number, tl.max(bad, axis=0))
+    number, i = tl.load(strip + MODE), tl.load(strip + TILE_ROW)
+    triangle = tl.load(modes + number * MODE_FIELDS + TRIANGLE)
+    first = tiles + _number_of(triangle, i, i) * (BLOCK * BLOCK)
+    entry = tl.load(first + tl.arange(0, BLOCK) * (BLOCK + 1)).to(tl.float64)
+    entry = (entry * tl.load(numbers + number * NUMBER_FIELDS + UNIT)).to(STATE)
+    tl.atomic_max(failed + number, tl.max(tl.where(entry < float("inf"), 0, 1), axis=0))
 
 
 @triton.jit
-def product_kernel(
+def end_kernel(
     strips,
     modes,
     addresses,
@@ -418,41 +477,30 @@ def product_kernel(
     info,
     STATE: tl.constexpr,
     BLOCK: tl.constexpr,
-    STEP: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):
-    """A tile of the inverse T^T T, and its mirror image, unless the tensor failed.
+    """A row of tiles of the inverse, and their mirror images, unless the tensor failed.
 
-    Grid: one program for each tile of a lower triangle. It reads two columns of tiles from its row
-    on, and writes the tile and its mirror image. Bound: matrix units.
+    Grid: one program for each strip of a lower triangle, which it reads; it writes the tiles and
+    their mirror images. Bound: memory.
     """
     strip = strips + tl.program_id(0) * STRIP_FIELDS
-    number, i, j = tl.load(strip + MODE), tl.load(strip + TILE_ROW), tl.load(strip + FIRST)
+    number, i = tl.load(strip + MODE), tl.load(strip + TILE_ROW)
     mode = modes + number * MODE_FIELDS
-    if tl.load(info + tl.load(mode + TENSOR)) != 0:
-        return
-    triangle, panels = tl.load(mode + TRIANGLE), tl.load(mode + PANELS).to(tl.int32)
-    total = tl.zeros((BLOCK, BLOCK), STATE)
-    DEPTH: tl.constexpr = depth_of(STEP, PRECISION)
-    for start in range(i * BLOCK, panels * BLOCK, DEPTH):
-        first, term = _of_triangle(triangle, start // BLOCK, 0), start % BLOCK
-        term = tl.multiple_of(term, DEPTH)
-        left = tl.load(_columns(tiles, first + i, term, BLOCK, DEPTH))
-        right = tl.load(_columns(tiles, first + j, term, BLOCK, DEPTH))
-        total = tl.dot(left, tl.trans(right), total, input_precision=PRECISION, out_dtype=STATE)
+    kept = tl.load(info + tl.load(mode + TENSOR)) == 0
+    rows, triangle = tl.load(mode + ROWS).to(tl.int32), tl.load(mode + TRIANGLE)
     unit = tl.load(numbers + number * NUMBER_FIELDS + UNIT)
-    value = (total.to(tl.float64) * unit).to(STATE)
-    mirrored = tl.trans(value)
-    row, column = i * BLOCK + tl.arange(0, BLOCK), j * BLOCK + tl.arange(0, BLOCK)
-    rows = tl.load(mode + ROWS).to(tl.int32)
     out = tl.load(addresses + tl.load(mode + OUT)).to(tl.pointer_type(STATE))
-    if i == j:
-        value = tl.where(row[:, None] >= column[None, :], value, mirrored)
-    at = out + row.to(tl.int64)[:, None] * rows + column[None, :]
-    tl.store(at, value, mask=(row < rows)[:, None] & (column < rows)[None, :])
-    if i != j:
+    row = i * BLOCK + tl.arange(0, BLOCK)
+    for j in range(tl.load(strip + FIRST), tl.where(kept, tl.load(strip + LAST), 0)):
+        column = j * BLOCK + tl.arange(0, BLOCK)
+        value = tl.load(_tile(tiles, triangle, i, j, BLOCK, BLOCK))
+        value = (value.to(tl.float64) * unit).to(STATE)
+        lower = (row < rows)[:, None] & (row[:, None] >= column[None, :])
+        at = out + row.to(tl.int64)[:, None] * rows + column[None, :]
+        tl.store(at, value, mask=lower)
         at = out + column.to(tl.int64)[:, None] * rows + row[None, :]
-        tl.store(at, mirrored, mask=(column < rows)[:, None] & (row < rows)[None, :])
+        upper = (row < rows)[None, :] & (row[None, :] > column[:, None])
+        tl.store(at, tl.trans(value), mask=upper)
 
 
 @dataclass
@@ -466,9 +514,9 @@ class Wave:
     spans: Work
     rows: Work  # of tiles, in strips
     panels: list[Work]  # of each k
-    updates: list[Work]  # after each AT_ONCE panels
-    columns: Work
-    products: Work
+    height: int  # of the tiles of updates
+    updates: list[Work]  # of each group
+    diagonals: Work
 
 
 def plan(
@@ -477,7 +525,7 @@ def plan(
     """Plans the launches; ``stats`` flat, contiguous."""
     modes = modes_of(orders)
     needs = {
-        t: sum(_tiles_of(stats[n]) * block_of(stats[n].dtype) ** 2 for n in numbers)
+        t: sum(_tiles_of(stats[n], device) * block_of(stats[n].dtype) ** 2 for n in numbers)
         for t, numbers in enumerate(modes)
     }
     result = [
@@ -493,10 +541,22 @@ def _panels_of(stat: Layout) -> int:
     return blocks(stat.shape[0], block_of(stat.dtype)) if len(stat.shape) == 2 else 0
 
 
-def _tiles_of(stat: Layout) -> int:
-    """Tiles of the workspace of a matrix: a triangle, panels, corners."""
+def _setting(state: torch.dtype, device: torch.device) -> str:
+    """Triton's precision of products."""
+    return "tf32x3" if state == torch.float32 and has_tensor_cores(device) else "ieee"
+
+
+def _width_of(stat: Layout, device: torch.device) -> int:
+    """Tiles in a row of R."""
+    form = form_of(stat.dtype, _setting(stat.dtype, device))
+    return min(AT_ONCE, _panels_of(stat)) * (2 if form is SPLIT else 1)
+
+
+def _tiles_of(stat: Layout, device: torch.device) -> int:
+    """Tiles of the workspace of a matrix: a triangle, and R with its rows for later panels."""
     panels = _panels_of(stat)
-    return panels * (panels + 1) // 2 + (min(AT_ONCE, panels) + 1) * panels
+    rows = panels + min(AT_ONCE, panels)
+    return panels * (panels + 1) // 2 + rows * _width_of(stat, device)
 
 
 def _wave(
@@ -511,7 +571,7 @@ def _wave(
     tensors: list[tuple[int, ...]] = []
     spans: list[tuple[int, ...]] = []
     full: list[tuple[int, int]] = []  # mode and panels
-    free = 0
+    block, free = block_of(state), 0
     for t in members:
         tensors.append((t, len(modes), len(numbers[t])))
         for n in numbers[t]:
@@ -520,10 +580,10 @@ def _wave(
                 full.append((number, panels))
             elif len(stat.shape) == 1:
                 spans += [(number, i, 0, 0) for i in range(blocks(stat.shape[0], SPAN))]
-            is_diagonal, panel = len(stat.shape) == 1, free + panels * (panels + 1) // 2
-            places = panels, free, panel, panel + min(AT_ONCE, panels) * panels
-            modes.append((n, len(stats) + n, t, stat.shape[0], is_diagonal, *places))
-            free += _tiles_of(stat)
+            operand = (free + panels * (panels + 1) // 2) * block**2 * state.itemsize
+            places = panels, free, operand, _width_of(stat, device) * block
+            modes.append((n, len(stats) + n, t, stat.shape[0], len(stat.shape) == 1, *places))
+            free += _tiles_of(stat, device)
 
     # Sorted so that the programs that still have work at panel k come first.
     full.sort(key=lambda matrix: -matrix[1])
@@ -532,29 +592,33 @@ def _wave(
     in_panels = [(m, 0, *ends) for m, count in full for ends in cut(count, length)]
     length = _length(sum(count * (count + 1) // 2 for _, count in full), programs)
     in_rows = [
-        (m, i, *ends)
-        for i in reversed(range(most))
-        for m, count in full
-        if i < count
-        for ends in cut(i + 1, length)
+        (m, i, *ends) for m, count in full for i in range(count) for ends in cut(i + 1, length)
     ]
+    height = _height(state, [count for _, count in full], programs)
+    in_updates = [(m, i, j, 0) for m, count in full for i, j in lower_tiles(count * block, height)]
     counts = dict(full)
-    panels_of, rows = work(in_panels, device), work(in_rows, device)
+    panels_of, updates_of = work(in_panels, device), work(in_updates, device)
     return Wave(
         state,
         free,
         table(modes, torch.int64, device),
         work(tensors, device),
         work(spans, device),
-        rows,
+        work(in_rows, device),
         [Work(sum(counts[m] > k for m, *_ in in_panels), panels_of.rows) for k in range(most)],
+        height,
         [
-            Work(sum(i > k for _, i, *_ in in_rows), rows.rows)
-            for k in range(AT_ONCE - 1, most, AT_ONCE)
+            Work(sum(counts[m] > k for m, *_ in in_updates), updates_of.rows)
+            for k in range(0, most, AT_ONCE)
         ],
-        work([(m, j, 0, 0) for m, count in full for j in range(count)], device),
-        work([(m, i, j, 0) for m, count in full for i, j in lower_tiles(count, 1)], device),
+        work([(m, i, 0, 0) for m, count in full for i in range(count)], device),
     )
+
+
+def _height(state: torch.dtype, panels: Sequence[int], programs: int) -> int:
+    """Rows and columns of an update's tiles: large ones unless they leave programs idle."""
+    large = sum(len(list(lower_tiles(count, 2))) for count in panels if count > 1)
+    return LARGE_BLOCK if state == torch.float32 and large >= programs else block_of(state)
 
 
 def _length(tiles: int, programs: int) -> int:
@@ -593,11 +657,11 @@ def _prepared(
     failed = torch.zeros(modes, dtype=torch.int32, device=device)
     state = {"STATE": ELEMENTS[wave.state], "num_warps": WARPS}
     span, tile = {**state, "SPAN": SPAN}, {**state, "BLOCK": block_of(wave.state)}
-    single = wave.state == torch.float32
-    precision = "tf32x3" if single and has_tensor_cores(device) else "ieee"
-    product = {**tile, "PRECISION": precision, "num_stages": STAGES if single else 1}
-    step = 32 if single else 16
-
+    precision = _setting(wave.state, device)
+    form = form_of(wave.state, precision)
+    group = {**tile, "AT_ONCE": AT_ONCE, "FORM": form.value}
+    panel = {**group, "PRECISION": precision, "num_stages": STAGES}
+    update = {**group, "HEIGHT": wave.height, "num_warps": warps_of(wave.height)}
     scaled = wave.modes, addresses, numbers
 
     def start(scratch: Tensor) -> None:
@@ -606,15 +670,15 @@ def _prepared(
         launch(diagonal_kernel, *wave.spans, *scaled, failed, info, **span, CHECK=True)
         # Its float64 numbers want twice the registers.
         launch(begin_kernel, *wave.rows, *scaled, tiles, failed, **tile | {"num_warps": 2 * WARPS})
-        for k, panel in enumerate(wave.panels):
-            launch(panel_kernel, *panel, *scaled, tiles, failed, k, **product, AT_ONCE=AT_ONCE)
-            if (k + 1) % AT_ONCE == 0:
-                update = wave.updates[k // AT_ONCE]
-                steps = {"STEP": step, "AT_ONCE": AT_ONCE}
-                launch(update_kernel, *update, wave.modes, tiles, k, **product, **steps)
-        launch(check_kernel, *wave.columns, wave.modes, numbers, tiles, failed, **tile)
+        for k, programs in enumerate(wave.panels):
+            launch(panel_kernel, *programs, *scaled, tiles, failed, k, **panel)
+            if (k + 1) % AT_ONCE == 0 or k + 1 == len(wave.panels):
+                which = k // AT_ONCE
+                read = *wave.updates[which], wave.modes, tiles
+                launch(update_kernel, *read, which * AT_ONCE, **update)
+        launch(check_kernel, *wave.diagonals, wave.modes, numbers, tiles, failed, **tile)
         launch(judge_kernel, *wave.tensors, failed, info, STRIDE=1, num_warps=1)
-        launch(product_kernel, *wave.products, *scaled, tiles, info, **product, STEP=step)
+        launch(end_kernel, *wave.rows, *scaled, tiles, info, **tile | {"num_warps": 2 * WARPS})
         launch(diagonal_kernel, *wave.spans, *scaled, failed, info, **span, CHECK=False)
 
     return start

@@ -48,11 +48,10 @@ from tnt_kernels.triton.pack import (
     Operand,
     Packing,
     by_parts,
-    dot_precision,
     form_of,
-    packed_product,
     packing,
     rows_of,
+    some_steps,
 )
 from tnt_kernels.triton.tiles import (
     LARGE_BLOCK,
@@ -158,7 +157,6 @@ def gram_kernel(
     STATE: tl.constexpr,
     BLOCK: tl.constexpr,
     FORM: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):
     """One tile of one statistic, over all steps of the sum or one split of them.
 
@@ -176,7 +174,7 @@ def gram_kernel(
     row, column = first_row + tl.arange(0, BLOCK), first_column + tl.arange(0, BLOCK)
     if tl.load(decay).to(STATE) == 1:
         last = first  # nothing is written
-    total = packed_product(
+    total = some_steps(
         rows_of(scratch, problem + LEFT, problem + STRIDE, row, ELEMENT),
         rows_of(scratch, problem + RIGHT, problem + STRIDE, column, ELEMENT),
         (row < rows)[:, None],
@@ -184,11 +182,11 @@ def gram_kernel(
         first,
         last,
         steps,
+        steps,
         STATE,
         FORM,
         BLOCK,
         BLOCK,
-        PRECISION,
     )
     if partial < 0:
         _epilogue(total, tile, problems, addresses, decay, scales, STATE, BLOCK)
@@ -696,7 +694,6 @@ def _update(
                     STATE=ELEMENTS[kind.state],
                     BLOCK=kind.block,
                     FORM=form.value,
-                    PRECISION=dot_precision(form.value),
                     num_warps=warps_of(kind.block),
                 )
             for (state, block), count, tiles in wave.sums:

@@ -35,7 +35,7 @@ from tnt_kernels.triton.tiles import (
 # How an operand holds its numbers: as they are, rounded to TF32, or in two rounded parts.
 AS_IS, ROUNDED, SPLIT = (tl.constexpr(n) for n in range(3))
 
-_STEP = tl.constexpr(STEP)
+TERMS = tl.constexpr(STEP)  # for kernels
 
 # The problem table, int64: the source (the index of an address, SCRATCH for the workspace, and a
 # first byte), a flag, the address of the rows' scales (NONE for 1), which index they have, the
@@ -180,12 +180,12 @@ def pack_kernel(
         entry = tl.where(tl.load(problem + BY_OUTER) != 0, row // inner, row % inner)
         x *= tl.load(scales + entry, mask=in_row & (scale >= 0), other=1)[:, None]
 
-    stride = tl.multiple_of(tl.load(problem + TARGET_STRIDE), _STEP)
+    stride = tl.multiple_of(tl.load(problem + TARGET_STRIDE), TERMS)
     target = (scratch.to(tl.int64) + tl.load(problem + TARGET)).to(tl.pointer_type(PACKED))
     target = tl.multiple_of(target, 16) + (row.to(tl.int64) * stride)[:, None] + column[None, :]
     length = stride // 2 if FORM == SPLIT else stride
     kept = in_row[:, None] & (column < length)[None, :]
-    store_packed(target, tl.multiple_of(length, _STEP), x, kept, FORM)
+    store_packed(target, tl.multiple_of(length, TERMS), x, kept, FORM)
 
 
 @triton.jit
@@ -210,7 +210,7 @@ def rows_of(scratch, start, stride, row, ELEMENT: tl.constexpr):
     of a row. Loaded here, because a hint on an argument is lost.
     """
     operand = (scratch.to(tl.int64) + tl.load(start)).to(tl.pointer_type(ELEMENT))
-    step = tl.multiple_of(tl.load(stride), _STEP)
+    step = tl.multiple_of(tl.load(stride), TERMS)
     return tl.multiple_of(operand, 16) + (row.to(tl.int64) * step)[:, None]
 
 
@@ -220,21 +220,44 @@ def packed_product(
     right,
     in_row,
     in_column,
-    first,
-    last,
     steps,
+    apart,
     STATE: tl.constexpr,
     FORM: tl.constexpr,
     HEIGHT: tl.constexpr,
     WIDTH: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):
-    """Steps ``first`` to ``last`` of the sum over K of L R^T, for HEIGHT rows and WIDTH columns.
+    """The sum over K of L R^T in so many steps, for HEIGHT rows and WIDTH columns.
 
-    ``left`` and ``right`` hold the addresses of the rows, (HEIGHT, 1) and (WIDTH, 1). A sum has
-    ``steps`` steps, three times as many for operands of two parts.
+    ``left`` and ``right`` hold the addresses of the rows, (HEIGHT, 1) and (WIDTH, 1). The second
+    part of a row begins ``apart`` steps after the first.
     """
-    term = tl.arange(0, _STEP)[None, :]
+    last = 3 * steps if FORM == SPLIT else steps
+    return some_steps(
+        *(left, right, in_row, in_column, 0, last, steps, apart, STATE, FORM, HEIGHT, WIDTH)
+    )
+
+
+@triton.jit
+def some_steps(
+    left,
+    right,
+    in_row,
+    in_column,
+    first,
+    last,
+    steps,
+    apart,
+    STATE: tl.constexpr,
+    FORM: tl.constexpr,
+    HEIGHT: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """Steps ``first`` to ``last`` of a packed product: operands of two parts have three times
+    ``steps``.
+    """
+    SETTING: tl.constexpr = "ieee" if FORM == AS_IS else "tf32"
+    term = tl.arange(0, TERMS)[None, :]
     at_left, at_right = left + term, right + term
     total = tl.zeros((HEIGHT, WIDTH), STATE)
     for step in range(first, last):
@@ -242,13 +265,13 @@ def packed_product(
             part = step // steps
             start = step - part * steps
             # low x high, high x low, high x high
-            l_start = (start + tl.where(part == 0, steps, 0)).to(tl.int64) * _STEP
-            r_start = (start + tl.where(part == 1, steps, 0)).to(tl.int64) * _STEP
+            l_start = (start + tl.where(part == 0, apart, 0)).to(tl.int64) * TERMS
+            r_start = (start + tl.where(part == 1, apart, 0)).to(tl.int64) * TERMS
         else:
-            l_start, r_start = step * _STEP, step * _STEP
+            l_start, r_start = step * TERMS, step * TERMS
         a = tl.load(at_left + l_start, mask=in_row, other=0)
         b = tl.load(at_right + r_start, mask=in_column, other=0)
-        total = tl.dot(a, tl.trans(b), total, input_precision=PRECISION, out_dtype=STATE)
+        total = tl.dot(a, tl.trans(b), total, input_precision=SETTING, out_dtype=STATE)
     return total
 
 
@@ -276,11 +299,6 @@ def by_parts(
         left, right = tl.split(halves)
         by_parts(PART, left, first_column, arguments, CONSTANTS, HEIGHT, HALF, LEAST)
         by_parts(PART, right, first_column + HALF, arguments, CONSTANTS, HEIGHT, HALF, LEAST)
-
-
-def dot_precision(form: int) -> str:
-    """Triton's precision for products of packed numbers."""
-    return "ieee" if form == AS_IS.value else "tf32"
 
 
 class Packing(NamedTuple):

@@ -9,11 +9,9 @@ from torch import Tensor
 
 from tnt_kernels.triton.launch import ELEMENTS, block_of, launch
 from tnt_kernels.triton.pack import (
-    SPLIT,
     TILE_FIELDS,
     address_at,
     by_parts,
-    dot_precision,
     packed_product,
     rows_of,
     store_packed,
@@ -90,7 +88,6 @@ def product_kernel(
     FORM: tl.constexpr,
     HEIGHT: tl.constexpr,
     WIDTH: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):
     """One tile of the product L R^T of two packed operands.
 
@@ -109,14 +106,12 @@ def product_kernel(
         rows_of(scratch, problem + RIGHT, problem + STRIDE, column, STATE),
         (row < tl.load(problem + ROW_AXIS).to(tl.int32))[:, None],
         (column < tl.load(problem + COLUMN_AXIS).to(tl.int32))[:, None],
-        0,
-        3 * steps if FORM == SPLIT else steps,
+        steps,
         steps,
         STATE,
         FORM,
         HEIGHT,
         WIDTH,
-        PRECISION,
     )
     # Loaded here: the product would otherwise hold these in registers.
     problem = problems + tl.load(tile + PROBLEM) * PROBLEM_FIELDS
@@ -193,7 +188,6 @@ class Multiplying(NamedTuple):
             FORM=self.form,
             HEIGHT=self.height,
             WIDTH=self.width,
-            PRECISION=dot_precision(self.form),
             num_warps=8 if self.height == LARGE_BLOCK else 4,
         )
 

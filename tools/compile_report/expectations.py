@@ -26,11 +26,7 @@ SHARED_OF_BLOCK = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
 
 def wanted_product(c: Compiled) -> str:
     """The instruction that a kernel's products must use."""
-    is_double = c.settings.get("STATE") == "fp64"
-    is_single = c.settings.get("ELEMENT", "fp32") == "fp32" and not is_double
-    if c.settings.get("PRECISION") == "ieee" and is_single:
-        return "FFMA"
-    if is_double:
+    if c.settings.get("STATE") == "fp64":
         return FLOAT64_UNITS[c.capability]
     return MATRIX_UNITS[c.capability if _height(c) >= LARGE_TILE else 80]
 

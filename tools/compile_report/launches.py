@@ -186,11 +186,12 @@ def _scaled_step(dtype: torch.dtype, shape: Shape) -> None:
 def _damped_inverse(dtype: torch.dtype, shape: Shape) -> None:
     if dtype not in (torch.float32, torch.float64):
         return
-    large = 64 * (damped_inverse.AT_ONCE + 1)  # updates by several panels
-    stats = [*_square((*shape, large), dtype), torch.zeros(shape[0], dtype=dtype)]
-    for relative in (False, True):
+    stats = [*_square(shape, dtype), torch.zeros(shape[0], dtype=dtype)]
+    # With many programs the launcher chooses smaller tiles.
+    for programs, relative in ((1, False), (1 << 10, True)):
         out = [s.clone() for s in stats]
-        damped_inverse.damped_inverse(out, stats, [4], _number(0.1), relative)
+        with at_once(programs):
+            damped_inverse.damped_inverse(out, stats, [3], _number(0.1), relative)
 
 
 def _grafted_directions(dtype: torch.dtype, shape: Shape) -> None:

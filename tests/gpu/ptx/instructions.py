@@ -113,6 +113,10 @@ def _larger(x: Array, y: Array) -> Array:
     return np.fmax(x, y) if x.dtype.kind == "f" else np.maximum(x, y)
 
 
+def _relu(function: Function) -> Function:
+    return lambda x, y: np.maximum(function(x, y), np.int32(0))
+
+
 _ARITHMETIC: dict[str, Function] = {
     "add": operator.add,
     "sub": operator.sub,
@@ -138,8 +142,12 @@ _ARITHMETIC: dict[str, Function] = {
 @instruction(*_ARITHMETIC)
 def _arithmetic(given: Instruction) -> Step:
     name, kind = given.parts[0], given.type
-    parts = check_parts(given, kind, *_ROUNDING, "wide", "f32")
+    parts = check_parts(given, kind, *_ROUNDING, "wide", "f32", "relu")
     function = _ARITHMETIC[name]
+    if "relu" in parts:
+        if kind != "s32":
+            raise Unknown("relu")
+        function = _relu(function)
     if kind == "f32x2":
         return _arithmetic_of_pairs(given, function)
     result = kind
