@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
-from triton.language.target_info import cuda_capability_geq
 
 # Indices within a mode are 32-bit in the kernels, because 64-bit divisions are slow there; products
 # with a stride are 64-bit. The margin lets the last tile end beyond the largest index.
@@ -221,18 +220,6 @@ def merge_small(
 def warps_of(block: int) -> int:
     """Warps of a program: four for 64 x 64 sums, eight so that 128 x 128 do not spill."""
     return {LARGE_BLOCK: 8, 16: 2}.get(block, 4)
-
-
-@triton.constexpr_function
-def depth_of(step, precision):
-    """Terms of a sum that a kernel loads at once: a step, or half of one if registers are tight.
-
-    Before sm_90 and from sm_120 on, matrix units take operands from registers only. A step of 32 in
-    3xTF32 then needs more registers than there are.
-    """
-    reads_shared_memory = cuda_capability_geq(9, 0) and not cuda_capability_geq(12, 0)
-    halved = precision == "tf32x3" and not reads_shared_memory
-    return step // 2 if halved else step
 
 
 @triton.jit
