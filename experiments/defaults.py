@@ -173,6 +173,7 @@ TASKS: Mapping[str, Task] = {
         seeds=range(20, 22),  # with 10 to 12 interval_warmup was chosen
         names_source=True,
         untuned=FORMS,
+        begin={"lr": 0.0056},
     ),
     "gru": Task(
         "GRU",
