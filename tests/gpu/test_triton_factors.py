@@ -35,7 +35,7 @@ def with_little_workspace(given: Call, module: Any, arguments: Any) -> tuple[Any
 
 
 @pytest.mark.parametrize("dtype", STATE_DTYPES, ids=str)
-@pytest.mark.parametrize(("at_once", "programs"), [(2, 1), (2, 1000), (8, 1)])
+@pytest.mark.parametrize(("at_once", "programs"), [(2, 1), (4, 1), (2, 1000), (8, 1)])
 def test_panels_of_inverses(
     dtype: torch.dtype, at_once: int, programs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

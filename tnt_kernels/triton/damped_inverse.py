@@ -11,12 +11,13 @@ an operand R, with 0 for j > k in the group. One product then updates the lower 
 
     T_ij <- T_ij - R_i R_j^T  below the group,   A^-1_ij <- A^-1_ij + R_i R_j^T  to its last row
 
-A tile whose row or column is in the group begins from 0. A panel takes the group's earlier ones
-from its tiles first; the P_j that it needs for this are in rows of R of their own.
+A tile whose row or column is in the group begins from 0. Panel k first subtracts the products of
+the group's earlier panels from its tiles. It reads their P_k from extra rows of R, because R has 0
+there. Corners come earlier: each panel subtracts its own products from the later ones.
 
 That is d^3 operations for a matrix, as LAPACK's potrf and potri have, all in products of tiles but
-for the corners C. The elimination that multiplies by L_kk^-T L_kk^-1 at once needs no corners, but
-it squares the condition number: in float32 at condition 1e4 its error was 8, the Cholesky inverse's
+for the corners C. The elimination that multiplies by L_kk^-T L_kk^-1 at once needs no T, but it
+squares the condition number: in float32 at condition 1e4 its error was 8, the Cholesky inverse's
 4e-4 (d = 200, a tenth of the eigenvalues 1).
 
 Corners, panels and products are in 3xTF32 at every precision setting of PyTorch: TF32's ten bits
@@ -83,8 +84,8 @@ from tnt_kernels.triton.tiles import (
 PIVOT_ROUNDINGS = tl.constexpr(16)
 
 # A row of the modes, int64: indices of two addresses and of its tensor, rows, whether it is
-# diagonal, and of a matrix its panels, in the workspace the first tile of its lower triangle, row
-# by row, the first byte of R, and the numbers in R's rows.
+# diagonal. Of a matrix its panels, the number of the first tile of its lower triangle in the
+# workspace (row by row), the first byte of R there, and the numbers in R's rows.
 STAT, OUT, TENSOR, ROWS, IS_DIAGONAL, PANELS, TRIANGLE, OPERAND, STRIDE = fields(9)
 MODE_FIELDS = tl.constexpr(9)
 # What a mode's entries are multiplied by, what is added to the diagonal, and what the inverse is
@@ -96,12 +97,13 @@ NUMBER_FIELDS = tl.constexpr(3)
 MODE, TILE_ROW, FIRST, LAST = fields(4)
 STRIP_FIELDS = tl.constexpr(4)
 
-# Panels of a group, an even number: large tiles are of two panels. For one panel an update does
-# eight operations for each byte of its tile: memory bounds it. For eight the matrix units do.
+# Panels of a group. For one panel an update does 16 operations for each byte of its tile: memory
+# bounds it. For eight the matrix units do.
 AT_ONCE = 8
 # Tiles of a strip, at most: the programs of a panel all compute the same corner.
 MOST_TILES = 8
-# Pipeline stages of a panel's loads, of which a program has few.
+# Pipeline stages of a panel's loads, of which a program has few. With three, the first panel of a
+# group, which has no step, would divide by 0 steps.
 STAGES = 2
 
 
@@ -241,7 +243,7 @@ def begin_kernel(
 
 @triton.jit
 def _eliminated(half, first, rows, BLOCK: tl.constexpr):
-    """Half of the columns of a tile, from ``first`` on, of C^T above L; and their pivots.
+    """Eliminates half of a tile's columns: returns them, C^T above L, and their pivots.
 
     Column k is eliminated in step k. Before it, earlier columns are final. In the others, the first
     k rows are a part of C^T that later steps complete; the other rows are what is left of A, whose
@@ -302,15 +304,15 @@ def panel_kernel(
 ):
     """Panel k: the corner's C, then P_j^T = T_kj^T C^T for each tile of a strip, packed.
 
-    The corner is what the group's earlier panels have left; a program takes its tiles' products
-    from the corners of the group's later panels. All strips of a panel compute the corner, which
-    takes longer than their products: one launch less, and nothing waits for one program.
+    A program also subtracts its products from the corners of the group's later panels. All strips
+    of a panel compute the corner, which takes longer than their products: one launch less, and
+    nothing waits for one program.
 
     C^T is made in two halves, of 32 columns in float32: a step then has half the instructions.
 
     Grid: one program for each strip of tiles of a matrix. It reads the corner, its tiles of the
-    panel and those of the group's earlier panels, and writes its tiles. Bound: the latency of BLOCK
-    dependent steps, which each wait for all warps twice.
+    panel and rows of R, and writes its rows of R and the corners of later panels. Bound: the
+    latency of BLOCK dependent steps, which each wait for all warps twice.
     """
     strip = strips + tl.program_id(0) * STRIP_FIELDS
     number, first = tl.load(strip + MODE), tl.load(strip + FIRST)
@@ -437,7 +439,7 @@ def update_kernel(
     )
     # Loaded here: the product would otherwise hold these in registers.
     mode = modes + tl.load(strip + MODE) * MODE_FIELDS
-    end = tl.minimum(begin + AT_ONCE, tl.load(mode + PANELS).to(tl.int32))
+    end = begin + AT_ONCE
     first_row, first_column = tl.load(strip + TILE_ROW) * HEIGHT, tl.load(strip + FIRST) * HEIGHT
     arguments = tiles, mode, first_row, begin, end
     LEAST: tl.constexpr = HEIGHT if HEIGHT <= 32 else HEIGHT // 8
@@ -617,7 +619,8 @@ def _wave(
 
 def _height(state: torch.dtype, panels: Sequence[int], programs: int) -> int:
     """Rows and columns of an update's tiles: large ones unless they leave programs idle."""
-    large = sum(len(list(lower_tiles(count, 2))) for count in panels if count > 1)
+    sides = [blocks(count, 2) for count in panels if count > 1]
+    large = sum(side * (side + 1) // 2 for side in sides)
     return LARGE_BLOCK if state == torch.float32 and large >= programs else block_of(state)
 
 

@@ -253,8 +253,9 @@ def some_steps(
     HEIGHT: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Steps ``first`` to ``last`` of a packed product: operands of two parts have three times
-    ``steps``.
+    """Steps ``first`` to ``last`` of a packed product.
+
+    Operands of two parts have three times as many as ``steps``.
     """
     SETTING: tl.constexpr = "ieee" if FORM == AS_IS else "tf32"
     term = tl.arange(0, TERMS)[None, :]
