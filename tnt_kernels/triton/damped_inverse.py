@@ -65,6 +65,7 @@ from tnt_kernels.triton.launch import (
 from tnt_kernels.triton.pack import (
     SPLIT,
     TERMS,
+    all_steps,
     by_parts,
     form_of,
     packed_product,
@@ -353,7 +354,8 @@ def panel_kernel(
             else:
                 operand = tl.load(_tile(tiles, triangle, j, k, BLOCK, BLOCK))
             operand -= packed_product(
-                *(at_j, at_k, every, every, earlier * steps, apart, STATE, FORM, BLOCK, BLOCK)
+                *(at_j, at_k, every, every, 0, all_steps(earlier * steps, FORM), earlier * steps),
+                *(apart, STATE, FORM, BLOCK, BLOCK),
             )
             left = tl.dot(operand, c_left, input_precision=PRECISION, out_dtype=STATE)
             right = tl.dot(operand, c_right, input_precision=PRECISION, out_dtype=STATE)
@@ -367,7 +369,8 @@ def panel_kernel(
             tl.debug_barrier()  # each thread now reads what others have stored
             corner = _tile(tiles, triangle, j, j, BLOCK, BLOCK)
             left_over = tl.load(corner) - packed_product(
-                *(at_own, at_own, every, every, steps, apart, STATE, FORM, BLOCK, BLOCK)
+                *(at_own, at_own, every, every, 0, all_steps(steps, FORM), steps),
+                *(apart, STATE, FORM, BLOCK, BLOCK),
             )
             tl.store(corner, left_over)
 
@@ -424,13 +427,15 @@ def update_kernel(
     row = tl.load(strip + TILE_ROW) * HEIGHT + tl.arange(0, HEIGHT)
     column = tl.load(strip + FIRST) * HEIGHT + tl.arange(0, HEIGHT)
     panels = tl.load(mode + PANELS).to(tl.int32)
-    end = tl.minimum(begin + AT_ONCE, panels)
+    steps = (tl.minimum(begin + AT_ONCE, panels) - begin) * (BLOCK // TERMS)
     product = packed_product(
         rows_of(tiles, mode + OPERAND, mode + STRIDE, row, STATE),
         rows_of(tiles, mode + OPERAND, mode + STRIDE, column, STATE),
         (row < panels * BLOCK)[:, None],
         (column < panels * BLOCK)[:, None],
-        (end - begin) * (BLOCK // TERMS),
+        0,
+        all_steps(steps, FORM),
+        steps,
         _apart(mode, FORM),
         STATE,
         FORM,

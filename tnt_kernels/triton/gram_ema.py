@@ -49,9 +49,9 @@ from tnt_kernels.triton.pack import (
     Packing,
     by_parts,
     form_of,
+    packed_product,
     packing,
     rows_of,
-    some_steps,
 )
 from tnt_kernels.triton.tiles import (
     LARGE_BLOCK,
@@ -174,7 +174,7 @@ def gram_kernel(
     row, column = first_row + tl.arange(0, BLOCK), first_column + tl.arange(0, BLOCK)
     if tl.load(decay).to(STATE) == 1:
         last = first  # nothing is written
-    total = some_steps(
+    total = packed_product(
         rows_of(scratch, problem + LEFT, problem + STRIDE, row, ELEMENT),
         rows_of(scratch, problem + RIGHT, problem + STRIDE, column, ELEMENT),
         (row < rows)[:, None],

@@ -215,31 +215,13 @@ def rows_of(scratch, start, stride, row, ELEMENT: tl.constexpr):
 
 
 @triton.jit
-def packed_product(
-    left,
-    right,
-    in_row,
-    in_column,
-    steps,
-    apart,
-    STATE: tl.constexpr,
-    FORM: tl.constexpr,
-    HEIGHT: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
-    """The sum over K of L R^T in so many steps, for HEIGHT rows and WIDTH columns.
-
-    ``left`` and ``right`` hold the addresses of the rows, (HEIGHT, 1) and (WIDTH, 1). The second
-    part of a row begins ``apart`` steps after the first.
-    """
-    last = 3 * steps if FORM == SPLIT else steps
-    return some_steps(
-        *(left, right, in_row, in_column, 0, last, steps, apart, STATE, FORM, HEIGHT, WIDTH)
-    )
+def all_steps(steps, FORM: tl.constexpr):
+    """The steps of a packed product, whose sum over K has ``steps`` for each pair of parts."""
+    return 3 * steps if FORM == SPLIT else steps
 
 
 @triton.jit
-def some_steps(
+def packed_product(
     left,
     right,
     in_row,
@@ -253,9 +235,10 @@ def some_steps(
     HEIGHT: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Steps ``first`` to ``last`` of a packed product.
+    """Steps ``first`` to ``last`` of ``all_steps`` of L R^T, for HEIGHT rows and WIDTH columns.
 
-    Operands of two parts have three times as many as ``steps``.
+    ``left`` and ``right`` hold the addresses of the rows, (HEIGHT, 1) and (WIDTH, 1). The second
+    part of a row begins ``apart`` steps after the first.
     """
     SETTING: tl.constexpr = "ieee" if FORM == AS_IS else "tf32"
     term = tl.arange(0, TERMS)[None, :]

@@ -11,6 +11,7 @@ from tnt_kernels.triton.launch import ELEMENTS, block_of, launch
 from tnt_kernels.triton.pack import (
     TILE_FIELDS,
     address_at,
+    all_steps,
     by_parts,
     packed_product,
     rows_of,
@@ -106,6 +107,8 @@ def product_kernel(
         rows_of(scratch, problem + RIGHT, problem + STRIDE, column, STATE),
         (row < tl.load(problem + ROW_AXIS).to(tl.int32))[:, None],
         (column < tl.load(problem + COLUMN_AXIS).to(tl.int32))[:, None],
+        0,
+        all_steps(steps, FORM),
         steps,
         steps,
         STATE,
