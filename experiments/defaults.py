@@ -168,7 +168,7 @@ TASKS: Mapping[str, Task] = {
         "transformer on Python sources, width 256, 4 layers, 3000 steps",
         functools.partial(load_language, corpus="python", width=256, layers=4),
         60,
-        # A run takes half an hour: three rivals, which begin at their rates at width 128 or below.
+        # A run takes half an hour: three rivals. Their searches begin near the best rates so far.
         {"adam": 1.8e-3, "muon": 5.6e-3, "soap": 1.8e-3},
         seeds=range(20, 22),  # with 10 to 12 interval_warmup was chosen
         names_source=True,

@@ -1,8 +1,8 @@
 """``damped_inverse`` in Triton: blocked Cholesky inverses of all matrices in the same launches.
 
-A matrix A = U_i + eps I is cut into tiles, padded to whole ones with the identity. It is replaced
-in place, from the first panel (a row of tiles) to the last, by parts of T = L^-1 with A = L L^T and
-of A^-1 = T^T T. Panel k is
+A matrix A = U_i + eps I is cut into tiles, padded to whole ones with the identity. With A = L L^T
+and T = L^-1, the inverse is T^T T. T and then the inverse replace A in place, one row of tiles, a
+panel, after the other. Panel k computes
 
     C = L_kk^-1,   P_j = C T_kj  for every j, T_kj being A_jk^T for j > k and I for j = k
 
@@ -44,6 +44,7 @@ from tnt_kernels.triton.factors import (
     judge_kernel,
     modes_of,
     nth_root,
+    store_lower,
     trace_of,
     waves_of,
     work,
@@ -305,9 +306,8 @@ def panel_kernel(
 ):
     """Panel k: the corner's C, then P_j^T = T_kj^T C^T for each tile of a strip, packed.
 
-    A program also subtracts its products from the corners of the group's later panels. All strips
-    of a panel compute the corner, which takes longer than their products: one launch less, and
-    nothing waits for one program.
+    A program also subtracts its products from the corners of the group's later panels. Every
+    program computes the corner itself: this repeats work, but it saves a launch.
 
     C^T is made in two halves, of 32 columns in float32: a step then has half the instructions.
 
@@ -502,12 +502,7 @@ def end_kernel(
         column = j * BLOCK + tl.arange(0, BLOCK)
         value = tl.load(_tile(tiles, triangle, i, j, BLOCK, BLOCK))
         value = (value.to(tl.float64) * unit).to(STATE)
-        lower = (row < rows)[:, None] & (row[:, None] >= column[None, :])
-        at = out + row.to(tl.int64)[:, None] * rows + column[None, :]
-        tl.store(at, value, mask=lower)
-        at = out + column.to(tl.int64)[:, None] * rows + row[None, :]
-        upper = (row < rows)[None, :] & (row[None, :] > column[:, None])
-        tl.store(at, tl.trans(value), mask=upper)
+        store_lower(out, value, row, column, rows, rows)
 
 
 @dataclass

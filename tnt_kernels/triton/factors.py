@@ -62,6 +62,17 @@ def counts_as_zero(average, STATE: tl.constexpr):
 
 
 @triton.jit
+def store_lower(target, value, row, column, rows, stride):
+    """Stores a tile's lower triangle and its mirror image, and zeros as the rows' padding."""
+    at = target + row.to(tl.int64)[:, None] * stride + column[None, :]
+    lower = row[:, None] >= column[None, :]
+    tl.store(at, value, mask=lower & (row[:, None] < rows))
+    at = target + column.to(tl.int64)[:, None] * stride + row[None, :]
+    upper = (column[:, None] <= row[None, :]) & (column[:, None] < rows)
+    tl.store(at, tl.trans(value), mask=upper & (row[None, :] < stride))
+
+
+@triton.jit
 def judge_kernel(tensors, failed, info, STRIDE: tl.constexpr):
     """info of one tensor: 0, or i + 1 for the first mode i whose ``failed`` is not 0.
 

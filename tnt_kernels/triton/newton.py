@@ -14,7 +14,7 @@ with which consecutive launches decide on the device, without the host, which wo
 import triton
 import triton.language as tl
 
-from tnt_kernels.triton.factors import counts_as_zero, nth_root, trace_of
+from tnt_kernels.triton.factors import counts_as_zero, nth_root, store_lower, trace_of
 from tnt_kernels.triton.tiles import TILE_COLUMN, TILE_ROW, fields
 
 TOLERANCE = tl.constexpr(1e-6)  # of max|M - I|
@@ -81,17 +81,6 @@ def _number_of(bits, STATE: tl.constexpr):
     else:
         number = bits.to(tl.int32).to(tl.float32, bitcast=True).to(tl.float64)
     return number
-
-
-@triton.jit
-def _store_lower(target, value, row, column, rows, stride):
-    """Stores a tile's lower triangle and its mirror image, and zeros as the rows' padding."""
-    at = target + row.to(tl.int64)[:, None] * stride + column[None, :]
-    lower = row[:, None] >= column[None, :]
-    tl.store(at, value, mask=lower & (row[:, None] < rows))
-    at = target + column.to(tl.int64)[:, None] * stride + row[None, :]
-    upper = (column[:, None] <= row[None, :]) & (column[:, None] < rows)
-    tl.store(at, tl.trans(value), mask=upper & (row[None, :] < stride))
 
 
 @triton.jit
@@ -231,9 +220,9 @@ def begin_kernel(
     identity = _identity(row, column, rows, STATE)
     damped = entry + _load_number(state + DAMPING).to(STATE) * identity
     coupled = z.to(STATE) * (damped / divisor.to(STATE))
-    _store_lower(scratch + _buffer(matrix, state, NEXT_M), coupled, row, column, rows, stride)
+    store_lower(scratch + _buffer(matrix, state, NEXT_M), coupled, row, column, rows, stride)
     result = nth_root(z, tl.load(matrix + ROOT)).to(STATE) * identity
-    _store_lower(scratch + _buffer(matrix, state, NEXT_H), result, row, column, rows, stride)
+    store_lower(scratch + _buffer(matrix, state, NEXT_H), result, row, column, rows, stride)
     # Above the diagonal, both are zero in the tile.
     error = _largest_bits(coupled - identity, STATE)
     tl.atomic_max(state + NEXT_ERROR, tl.where(good, error, _nan_bits(STATE)))
@@ -306,7 +295,7 @@ def product_kernel(
     operand = tl.load(at + column[None, :], mask=inside, other=0)
     identity = _identity(row, column, rows, STATE)
     total = in_total * total + in_other * operand + in_identity * identity
-    _store_lower(scratch + _buffer(matrix, state, target), total, row, column, rows, stride)
+    store_lower(scratch + _buffer(matrix, state, target), total, row, column, rows, stride)
     if LAST:
         error = _largest_bits(total - identity, STATE)
         tl.atomic_max(state + NEXT_ERROR, error, mask=target == NEXT_M)
@@ -378,7 +367,7 @@ def full_kernel(
     else:
         scale = tl.where(kept > 0, scale, 0.0)
         out = tl.load(addresses + tl.load(matrix + OUT)).to(tl.pointer_type(STATE))
-        _store_lower(out, scale.to(STATE) * result, row, column, kept, rows)
+        store_lower(out, scale.to(STATE) * result, row, column, kept, rows)
 
 
 @triton.jit
