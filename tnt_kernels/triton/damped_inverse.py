@@ -382,7 +382,7 @@ def _apart(mode, FORM: tl.constexpr):
 
 
 @triton.jit
-def _replace(
+def _update_columns(
     product,
     first_column,
     arguments,
@@ -448,7 +448,7 @@ def update_kernel(
     first_row, first_column = tl.load(strip + TILE_ROW) * HEIGHT, tl.load(strip + FIRST) * HEIGHT
     arguments = tiles, mode, first_row, begin, end
     LEAST: tl.constexpr = HEIGHT if HEIGHT <= 32 else HEIGHT // 8
-    by_parts(_replace, product, first_column, arguments, BLOCK, HEIGHT, HEIGHT, LEAST)
+    by_parts(_update_columns, product, first_column, arguments, BLOCK, HEIGHT, HEIGHT, LEAST)
 
 
 @triton.jit
