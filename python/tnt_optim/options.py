@@ -109,8 +109,9 @@ _TABLE = (
         _number(lambda v: -1e-9 < v < math.inf, any_shape=True),
         "a finite number >= 0",
         doc="""the learning rate, alpha in the paper. With ``graft="adam"`` it has the scale of
-        Adam's rate; for transformers begin at 0.01 up to width 128, at 0.0056 from width 256
-        on. Without grafting it depends on ``damping``, the batch size and the loss's scale.""",
+        Adam's rate; for transformers begin at 0.018 below width 128, at 0.01 for 128, at
+        0.0056 from 256 on. Without grafting it depends on ``damping``, the batch size and the
+        loss's scale.""",
     ),
     Option(
         "damping",
