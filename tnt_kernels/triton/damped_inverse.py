@@ -38,8 +38,8 @@ from tnt_kernels.triton.factors import (
     SPAN,
     TENSOR_FIELDS,
     WARPS,
-    Plan,
     Work,
+    computed,
     counts_as_zero,
     judge_kernel,
     modes_of,
@@ -52,15 +52,9 @@ from tnt_kernels.triton.factors import (
 from tnt_kernels.triton.launch import (
     ELEMENTS,
     Layout,
-    Prepared,
-    addresses_of,
     block_of,
-    contiguous_copies,
     has_tensor_cores,
     launch,
-    planned,
-    run,
-    scalar_on,
     table,
 )
 from tnt_kernels.triton.pack import (
@@ -510,7 +504,7 @@ class Wave:
     """The launches for tensors of one dtype that share the workspace."""
 
     state: torch.dtype
-    tiles: int  # of the workspace
+    scratch: int  # bytes of the workspace
     modes: Tensor
     tensors: Work
     spans: Work
@@ -523,19 +517,17 @@ class Wave:
 
 def plan(
     stats: tuple[Layout, ...], device: torch.device, programs: int, orders: tuple[int, ...]
-) -> Plan[Wave]:
+) -> list[Wave]:
     """Plans the launches; ``stats`` flat, contiguous."""
     modes = modes_of(orders)
     needs = {
         t: sum(_tiles_of(stats[n], device) * block_of(stats[n].dtype) ** 2 for n in numbers)
         for t, numbers in enumerate(modes)
     }
-    result = [
+    return [
         _wave(state, members, stats, modes, device, programs)
         for state, members in waves_of(stats, modes, needs)
     ]
-    sizes = [w.tiles * block_of(w.state) ** 2 * w.state.itemsize for w in result]
-    return Plan(result, max(sizes, default=0))
 
 
 def _panels_of(stat: Layout) -> int:
@@ -602,7 +594,7 @@ def _wave(
     panels_of, updates_of = work(in_panels, device), work(in_updates, device)
     return Wave(
         state,
-        free,
+        free * block**2 * state.itemsize,
         table(modes, torch.int64, device),
         work(tensors, device),
         work(spans, device),
@@ -637,22 +629,11 @@ def damped_inverse(
     relative: bool,
 ) -> Tensor:
     """The operator with ``out`` and ``stats`` flat."""
-    if not stats:
-        return torch.zeros(len(orders), dtype=torch.int32, device=damping.device)
-    device = stats[0].device
-    stats = contiguous_copies(stats)
-    p = planned(plan, stats, rest=(tuple(orders),))
-    addresses, eps = addresses_of(stats, out), scalar_on(device, damping)
-    info = torch.empty(len(orders), dtype=torch.int32, device=device)
-    waves = [
-        Prepared(p.scratch, _prepared(wave, addresses, info, eps, relative)) for wave in p.waves
-    ]
-    run(device, waves, out)
-    return info
+    return computed(plan, _prepared, out, stats, orders, damping, relative)
 
 
 def _prepared(
-    wave: Wave, addresses: Tensor, info: Tensor, damping: Tensor, relative: bool
+    wave: Wave, info: Tensor, addresses: Tensor, damping: Tensor, relative: bool
 ) -> Callable[[Tensor], None]:
     """Takes a wave's memory; returns what launches it in a workspace."""
     device, modes = info.device, len(wave.modes) // MODE_FIELDS.value

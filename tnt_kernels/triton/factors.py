@@ -1,19 +1,25 @@
 """Shared by ``damped_inverse`` and ``inverse_root``: roots of numbers, failed modes, waves."""
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Generic, NamedTuple, TypeVar
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from tnt_kernels.triton.launch import Layout, table
+from tnt_kernels.triton.launch import (
+    Layout,
+    Prepared,
+    addresses_of,
+    contiguous_copies,
+    planned,
+    run,
+    scalar_on,
+    table,
+)
 from tnt_kernels.triton.tiles import fields, waves
-
-W = TypeVar("W")
 
 SPAN = 1024  # entries of a diagonal mode for a program
 WARPS = 4
@@ -99,14 +105,6 @@ def work(rows: Sequence[Sequence[int]], device: torch.device) -> Work:
     return Work(len(rows), table(rows, torch.int32, device))
 
 
-@dataclass
-class Plan(Generic[W]):
-    """The launches of an operator for statistics of given layouts."""
-
-    waves: list[W]
-    scratch: int  # bytes of the workspace, which the waves use in turn
-
-
 def modes_of(orders: Sequence[int]) -> list[range]:
     """Each tensor's modes, as indices into flat statistics."""
     ends = itertools.accumulate(orders, initial=0)
@@ -129,3 +127,28 @@ def waves_of(
         # Largest first: large tensors are alone anyway, and a wave's last programs should be short.
         in_order = dict(sorted(own.items(), key=lambda need: -need[1]))
         yield from ((state, members) for members in waves(in_order, SCRATCH_BYTES))
+
+
+def computed(
+    plan: Callable[..., Sequence[Any]],
+    prepared: Callable[..., Callable[[Tensor], None]],
+    out: Sequence[Tensor],
+    stats: Sequence[Tensor],
+    orders: Sequence[int],
+    damping: Tensor,
+    relative: bool,
+    *rest: Hashable,
+) -> Tensor:
+    """Computes factors, wave by wave, into ``out``; returns the codes of failures.
+
+    ``plan`` makes the waves from layouts and what is in ``rest``. ``prepared`` takes a wave's
+    memory, and returns what launches it in a workspace of ``wave.scratch`` bytes.
+    """
+    if not stats:
+        return torch.zeros(len(orders), dtype=torch.int32, device=damping.device)
+    stats, device = contiguous_copies(stats), stats[0].device
+    waves = planned(plan, stats, rest=(tuple(orders), *rest))
+    given = addresses_of(stats, out), scalar_on(device, damping), relative
+    info = torch.empty(len(orders), dtype=torch.int32, device=device)
+    run(device, [Prepared(wave.scratch, prepared(wave, info, *given)) for wave in waves], out)
+    return info

@@ -16,8 +16,8 @@ from tnt_kernels.triton import newton
 from tnt_kernels.triton.factors import (
     SPAN,
     WARPS,
-    Plan,
     Work,
+    computed,
     judge_kernel,
     modes_of,
     waves_of,
@@ -27,16 +27,10 @@ from tnt_kernels.triton.launch import (
     ELEMENTS,
     VECTOR_BYTES,
     Layout,
-    Prepared,
-    addresses_of,
     block_of,
-    contiguous_copies,
     has_tensor_cores,
     is_capturing,
     launch,
-    planned,
-    run,
-    scalar_on,
     table,
 )
 from tnt_kernels.triton.tiles import blocks, lower_tiles
@@ -97,7 +91,7 @@ class Wave:
 
     state: torch.dtype
     block: int  # rows and columns of a product's tile
-    scratch: int  # elements
+    scratch: int  # bytes of the workspace
     modes: int
     matrices: Tensor  # one row for each mode, diagonal ones included
     strips: Work
@@ -113,18 +107,17 @@ def plan(
     programs: int,
     orders: tuple[int, ...],
     roots: tuple[int, ...],
-) -> Plan[Wave]:
+) -> list[Wave]:
     """Plans the launches; ``stats`` flat, contiguous."""
     modes = modes_of(orders)
     needs = {
         t: sum(_scratch_of(stats[n], root) for n in numbers)
         for t, (numbers, root) in enumerate(zip(modes, roots, strict=True))
     }
-    result = [
+    return [
         _wave(members, stats, modes, roots, device, programs)
         for _, members in waves_of(stats, modes, needs)
     ]
-    return Plan(result, max((w.scratch * w.state.itemsize for w in result), default=0))
 
 
 def _stride_of(stat: Layout) -> int:
@@ -184,7 +177,7 @@ def _wave(
     return Wave(
         state,
         block,
-        free,
+        free * state.itemsize,
         len(matrices),
         table(matrices, torch.int64, device),
         work(strips, device),
@@ -237,22 +230,11 @@ def inverse_root(
     relative: bool,
 ) -> Tensor:
     """The operator with ``out`` and ``stats`` flat."""
-    if not stats:
-        return torch.zeros(len(orders), dtype=torch.int32, device=damping.device)
-    device = stats[0].device
-    stats = contiguous_copies(stats)
-    p = planned(plan, stats, rest=(tuple(orders), tuple(roots)))
-    addresses, eps = addresses_of(stats, out), scalar_on(device, damping)
-    info = torch.empty(len(orders), dtype=torch.int32, device=device)
-    waves = [
-        Prepared(p.scratch, _prepared(wave, addresses, info, eps, relative)) for wave in p.waves
-    ]
-    run(device, waves, out)
-    return info
+    return computed(plan, _prepared, out, stats, orders, damping, relative, tuple(roots))
 
 
 def _prepared(
-    wave: Wave, addresses: Tensor, info: Tensor, damping: Tensor, relative: bool
+    wave: Wave, info: Tensor, addresses: Tensor, damping: Tensor, relative: bool
 ) -> Callable[[Tensor], None]:
     """Takes a wave's memory; returns what launches it in a workspace."""
     device, element = info.device, ELEMENTS[wave.state]
