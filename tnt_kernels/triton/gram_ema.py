@@ -319,15 +319,17 @@ class Kind(NamedTuple):
 class Statistic(NamedTuple):
     """A full statistic, and the tensors whose unfoldings are its packed operands."""
 
-    stat: int  # in the list of statistics
+    address: int
     unfolding: Unfolding
     sources: list[int]  # addresses of one tensor, or of a whitened one and of G
+    scale: int  # the index of the scale
     element: torch.dtype
+    form: tl.constexpr
 
-    def operand(self, form: tl.constexpr, start: int) -> Operand:
+    def operand(self, start: int = 0) -> Operand:
         """One of its operands in the workspace."""
         u = self.unfolding
-        return Operand(u.rows.size, u.columns.size, self.element, form, start)
+        return Operand(u.rows.size, u.columns.size, self.element, self.form, start)
 
 
 class Wave(NamedTuple):
@@ -348,7 +350,6 @@ class Plan:
     waves: list[Wave]
     diagonal_tiles: list[tuple[tuple[torch.dtype, int], int, Tensor]]
     scratch: int  # bytes
-    partials: int  # bytes of it for partial sums, at most
     copied: frozenset[int]  # tensors to copy first: their modes do not merge
 
 
@@ -380,7 +381,8 @@ def plan(
         sources = [t, len(tensors) + len(stats) + t] if modes else [t]
         for u in chosen:
             if len(stats[n].shape) == 2:
-                full.append(Statistic(n, u, sources, layout.dtype))
+                scale, form = n if modes else 0, form_of(layout.dtype, setting)
+                full.append(Statistic(len(tensors) + n, u, sources, scale, layout.dtype, form))
             else:
                 block = block_of(state_dtype(layout.dtype))
                 diagonal_tiles[layout.dtype, block] += [
@@ -389,82 +391,61 @@ def plan(
                 row = len(tensors) + n, sources[0], sources[-1], u.rows.size, u.rows.inner_stride
                 diagonals.append((*row, u.rows_are_dense, n if modes else 0, *u.columns))
             n += 1
-    plans = _Waves(full, len(tensors), device, programs, setting, is_whitened=bool(modes))
+    packed, problems = list[tuple[int, ...]](), list[tuple[int, ...]]()
+    scratch, made = 0, list[Wave]()
+    needs = {n: s.operand().nbytes * len(s.sources) for n, s in enumerate(full)}
+    for numbers in waves(needs, PACKED_BYTES):
+        wave, size = _wave([full[n] for n in numbers], packed, problems, device, programs)
+        made.append(wave)
+        scratch = max(scratch, size)
     return Plan(
-        table(plans.packed, torch.int64, device),
-        table(plans.problems, torch.int64, device),
+        table(packed, torch.int64, device),
+        table(problems, torch.int64, device),
         table(diagonals, torch.int64, device),
-        plans.waves,
+        made,
         tile_tables(diagonal_tiles, device),
-        plans.scratch,
-        plans.partials,
+        scratch,
         frozenset(copied),
     )
 
 
-class _Waves:
-    """Plans the packs and products of full statistics, wave by wave."""
+def _wave(
+    members: Sequence[Statistic],
+    packed: list[tuple[int, ...]],
+    problems: list[tuple[int, ...]],
+    device: torch.device,
+    programs: int,
+) -> tuple[Wave, int]:
+    """The launches of some statistics, whose problems are added, and the bytes they need."""
+    large = sum(map(_large_tiles, members)) >= programs
+    kinds: dict[Kind, list[tuple[int, Operand]]] = defaultdict(list)
+    for n, s in enumerate(members, start=len(problems)):
+        kinds[_kind(s, large=large)].append((n, s.operand()))
+    grams, end = {}, 0
+    sums: dict[tuple[torch.dtype, int], list[tuple[int, ...]]] = {}
+    for kind, own in kinds.items():
+        grams[kind], end = _tiles(kind, own, programs, sums, end)
+    packs: dict[Packing, list[tuple[int, ...]]] = defaultdict(list)
+    for s in members:
+        starts = []
+        for source in s.sources:
+            operand = s.operand(end)
+            packs[packing(operand, s.element)] += operand.tiles(len(packed))
+            packed.append(operand.problem((source, 0), s.unfolding))
+            starts.append(end)
+            end += operand.nbytes
+        sizes = operand.rows, operand.steps, operand.stride
+        problems.append((s.address, *sizes, starts[0], starts[-1], s.scale))
+    return Wave(*(tile_tables(tiles, device) for tiles in (packs, grams, sums))), end
 
-    def __init__(
-        self,
-        full: Sequence[Statistic],
-        first_address: int,
-        device: torch.device,
-        programs: int,
-        setting: str,
-        *,
-        is_whitened: bool,
-    ) -> None:
-        self.packed: list[tuple[int, ...]] = []
-        self.problems: list[tuple[int, ...]] = []
-        self.waves: list[Wave] = []
-        self.scratch = self.partials = 0
-        self._first_address, self._device, self._programs = first_address, device, programs
-        self._forms = {s.element: form_of(s.element, setting) for s in full}
-        self._is_whitened = is_whitened
-        sizes = [self._operand(s, 0).nbytes * len(s.sources) for s in full]
-        for indices in waves(dict(enumerate(sizes)), PACKED_BYTES):
-            self._add([full[i] for i in indices])
 
-    def _operand(self, statistic: Statistic, start: int) -> Operand:
-        return statistic.operand(self._forms[statistic.element], start)
-
-    def _add(self, members: Sequence[Statistic]) -> None:
-        large = sum(map(self._large_tiles, members)) >= self._programs
-        kinds: dict[Kind, list[tuple[int, Operand]]] = defaultdict(list)
-        for n, s in enumerate(members, start=len(self.problems)):
-            kinds[_kind(s, large=large)].append((n, self._operand(s, 0)))
-        grams, end = {}, 0
-        sums: dict[tuple[torch.dtype, int], list[tuple[int, ...]]] = {}
-        for kind, problems in kinds.items():
-            grams[kind], end = _tiles(kind, problems, self._programs, sums, end)
-        self.partials = max(self.partials, end)
-        packed: dict[Packing, list[tuple[int, ...]]] = defaultdict(list)
-        for s in members:
-            starts = []
-            for source in s.sources:
-                operand = self._operand(s, end)
-                packed[packing(operand, s.element)] += operand.tiles(len(self.packed))
-                self.packed.append(operand.problem((source, 0), s.unfolding))
-                starts.append(end)
-                end += operand.nbytes
-            self.problems.append(
-                (
-                    *(self._first_address + s.stat, operand.rows, operand.steps, operand.stride),
-                    *(starts[0], starts[-1], s.stat if self._is_whitened else 0),
-                )
-            )
-        self.scratch = max(self.scratch, end)
-        launches = packed, grams, sums
-        self.waves.append(Wave(*(tile_tables(tiles, self._device) for tiles in launches)))
-
-    def _large_tiles(self, s: Statistic) -> int:
-        """The most programs with large tiles that a statistic can have."""
-        if state_dtype(s.element) != torch.float32 or s.unfolding.rows.size < LEAST_LARGE:
-            return 0
-        side, operand = blocks(s.unfolding.rows.size, LARGE_BLOCK), self._operand(s, 0)
-        steps = operand.steps * operand.products
-        return side * (side + 1) // 2 * blocks(steps, LEAST_STEPS)
+def _large_tiles(s: Statistic) -> int:
+    """The most programs with large tiles that a statistic can have."""
+    operand = s.operand()
+    if state_dtype(s.element) != torch.float32 or operand.rows < LEAST_LARGE:
+        return 0
+    side, steps = blocks(operand.rows, LARGE_BLOCK), operand.steps * operand.products
+    return side * (side + 1) // 2 * blocks(steps, LEAST_STEPS)
 
 
 def _kind(s: Statistic, *, large: bool) -> Kind:
