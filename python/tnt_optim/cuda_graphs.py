@@ -10,7 +10,7 @@ runs without a graph.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from tnt_optim.autograd import Gradients
 from tnt_optim.failures import Report
 from tnt_optim.messages import warn_the_caller
 from tnt_optim.modes import Batch, Group, Settings, States
-from tnt_optim.options import OPTIONS, as_number
+from tnt_optim.options import OPTIONS, as_number, as_they_are
 from tnt_optim.state import TENSORS
 
 NUMBERS = ("lr", "damping", "momentum", "stat_decay", "weight_decay")
@@ -33,8 +33,9 @@ _FIXED = tuple(o.name for o in OPTIONS.values() if o.per_group and o.name not in
 MOST_GRAPHS = 16
 
 
-class Recordable(Protocol):
-    """What a graph can record: ``step.Step``."""
+@dataclass(kw_only=True)
+class Recordable:
+    """What a graph records: the part of ``step.Step`` that has tensors."""
 
     statistics: list[Batch]
     factors: list[Batch]
@@ -42,17 +43,11 @@ class Recordable(Protocol):
     observed: Mapping[Tensor, Any]
     grads: Gradients
     states: States
+    settings: Callable[[Group], Settings] = as_they_are
 
     def recorded(self) -> list[Report]:
         """Calls all that the step calls, for a graph that records it."""
-
-    def with_fixed(
-        self,
-        observed: Mapping[Tensor, Any],
-        grads: Gradients,
-        settings: Callable[[Group], Settings],
-    ) -> Self:
-        """The same step with these tensors and settings."""
+        raise NotImplementedError
 
 
 StepT = TypeVar("StepT", bound=Recordable)
@@ -94,11 +89,11 @@ class StepGraphs:
         recorded = self._recorded.get(kind)
         no_room = recorded is None and len(self._recorded) >= MOST_GRAPHS
         if not step.updated or kind in self._refused or no_room:
-            return step.with_fixed(step.observed, step.grads, self._settings), None
+            return replace(step, settings=self._settings), None
         # Fixed copies from the first step on: launch plans depend on the gradients' strides.
         observed = self._fixed("observed", step.observed)
         grads = self._fixed("grads", {p: g for p, g in step.grads.items() if g is not None})
-        fixed = step.with_fixed(observed, grads, self._settings)
+        fixed = replace(step, observed=observed, grads=grads, settings=self._settings)
         addresses, kept = _addresses(step)
         if recorded is None or recorded.addresses != addresses:
             self._recorded[kind] = Recorded(addresses, kept)

@@ -13,8 +13,9 @@ from torch import Tensor
 from tnt_optim.factors import refresh_factors
 from tnt_optim.failures import Failures, PreconditionerError, diverged
 from tnt_optim.groups import Groups
-from tnt_optim.interfaces import Method, Source
+from tnt_optim.interfaces import Method
 from tnt_optim.modes import States, is_plain, layout_for
+from tnt_optim.observations import Empirical
 from tnt_optim.processes import Processes
 from tnt_optim.state import new_state, zero_statistics
 
@@ -35,7 +36,7 @@ class FirstStates:
     groups: Groups
     processes: Processes
     method: Method
-    source: Source
+    source: Empirical
 
     def from_gradients(self, observed: Mapping[Tensor, Any]) -> States:
         """States around the statistics of one step's gradients.

@@ -76,7 +76,6 @@ def mode_shape(
     return (shape[0], shape[1], math.prod(shape[2:]))
 
 
-@functools.cache
 def cuts(sizes: tuple[int, ...], block_size: int | None) -> tuple[tuple[tuple[int, int], ...], ...]:
     """The blocks of a tensor whose modes are cut into pieces of ``block_size`` and a rest.
 
@@ -140,14 +139,19 @@ class Layout(NamedTuple):
         return shapes
 
 
+@functools.cache
+def _layout(sizes: tuple[int, ...], block_size: int | None) -> Layout:
+    return Layout(tuple(sizes), cuts(sizes, block_size))
+
+
 def layout_for(param: Tensor, group: Mapping[str, Any]) -> Layout:
     """The layout that a group's settings give a parameter."""
     if param in group.get("units", ()):
         sizes: tuple[int, ...] = group["units"].sizes(param)
-        return Layout(sizes, cuts(sizes, group["block_size"]))
+        return _layout(sizes, group["block_size"])
     modes = None if is_plain(param, group) else group["modes"]
     sizes = mode_shape(param.shape, modes, group["merge_small_dims"], group["max_factor_dim"])
-    return Layout(sizes, cuts(sizes, group["block_size"]))
+    return _layout(sizes, group["block_size"])
 
 
 def is_plain(param: Tensor, group: Mapping[str, Any]) -> bool:
@@ -162,8 +166,7 @@ def is_plain(param: Tensor, group: Mapping[str, Any]) -> bool:
 
 def layout_of(state: Mapping[str, Any]) -> Layout:
     """The layout with which a state was made; its group's settings may have changed since."""
-    sizes = tuple(state["momentum"].shape)
-    return Layout(sizes, cuts(sizes, state["block_size"]))
+    return _layout(state["momentum"].shape, state["block_size"])
 
 
 def blocks(tensors: Iterable[Tensor], layouts: Iterable[Layout]) -> list[Tensor]:

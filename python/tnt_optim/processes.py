@@ -7,9 +7,9 @@ from torch import Tensor
 
 from tnt_optim.attempt import Stage
 from tnt_optim.autograd import Gradients, all_finite, gradients_of
-from tnt_optim.interfaces import Work
 from tnt_optim.modes import State, States
 from tnt_optim.state import NAMES
+from tnt_optim.update import Part
 
 
 class Processes:
@@ -98,6 +98,6 @@ class Processes:
         """Sends entries that only owners keep to process ``to``; returns them there."""
         return {}
 
-    def update(self, part: Work) -> list[Stage]:
+    def update(self, part: Part) -> list[Stage]:
         """The stages that update the momenta and parameters of a part."""
         return part.stages()

@@ -51,7 +51,7 @@ def factors_due(
     young = group["inverse_interval"] if t >= group["interval_warmup"] else 0
     return [
         p
-        for p in group["params"]
+        for p in (group["params"] if scheduled or refreshed else [])
         if (scheduled or p in refreshed) and p in states
         if scheduled or t - states[p]["first_step"] < young
     ]

@@ -6,7 +6,7 @@ value on it, so that a CUDA graph can record them; what waits stands in ``Step._
 """
 
 import functools
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,14 +14,12 @@ import torch
 from torch import Tensor
 
 from tnt_optim.attempt import Attempt, Stage, Stages
-from tnt_optim.autograd import Gradients
-from tnt_optim.cuda_graphs import StepGraphs
+from tnt_optim.cuda_graphs import Recordable, StepGraphs
 from tnt_optim.factors import mean_is_small, refresh_factors, takes_roots
 from tnt_optim.failures import Delivery, Failures, Report
 from tnt_optim.groups import Groups
 from tnt_optim.interfaces import Method
 from tnt_optim.modes import (
-    Batch,
     Group,
     Settings,
     State,
@@ -32,7 +30,6 @@ from tnt_optim.modes import (
     layout_of,
 )
 from tnt_optim.observations import Empirical
-from tnt_optim.options import as_they_are
 from tnt_optim.processes import Processes
 from tnt_optim.rounding import check_rounding
 from tnt_optim.schedule import factors_due, statistics_due
@@ -63,7 +60,7 @@ def plan_step(
     states: States,
     source: Empirical,
     processes: Processes,
-    accumulated: Container[Tensor],
+    accumulated: Set[Tensor],
 ) -> Plan:
     """Plans a step.
 
@@ -82,7 +79,7 @@ def plan_step(
     _check_dense(name, with_gradients)
     if units:
         with_gradients = {units.key(p) for p in with_gradients}
-    held = {p: states[p] for p in groups.params if has_statistics(states.get(p, {}))}
+    held = {p: s for p in groups.params if has_statistics(s := states.get(p, {}))}
     due = statistics_due(groups.all, states, source.waits_for)
     gradients = source.gradients(processes, due, with_gradients, held)
     updated = []
@@ -93,7 +90,7 @@ def plan_step(
                 updated.append(param)
     observed: dict[Tensor, Any] = processes.whole(gradients)
     refreshed = {p: g for p, g in observed.items() if p in held}
-    has_new = {p for p in held if p in refreshed or p in accumulated}
+    has_new = refreshed.keys() | accumulated
     return Plan(
         first={p: g for p, g in observed.items() if p not in held},
         refreshed=refreshed,
@@ -145,8 +142,8 @@ def _check_update(
         )
 
 
-@dataclass
-class Step:
+@dataclass(kw_only=True)
+class Step(Recordable):
     """A step to take, whose first states are there.
 
     Attributes:
@@ -163,20 +160,13 @@ class Step:
         settings: resolves a group; in a CUDA graph numbers are device tensors.
     """
 
-    statistics: list[Batch]
-    factors: list[Batch]
-    updated: list[Batch]
-    observed: Mapping[Tensor, Any]
-    grads: Gradients
     members: Mapping[Tensor, Sequence[Member]]
     groups: Groups
-    states: States
     method: Method
     source: Empirical
     processes: Processes
     attempt: Attempt
     failures: Failures
-    settings: Callable[[Group], Settings] = as_they_are
 
     def run(self, graphs: StepGraphs | None) -> None:
         """Refreshes statistics, then factors; then makes directions, and updates the weights.
@@ -215,15 +205,6 @@ class Step:
         for stage in step.update():
             stage()
         return reports
-
-    def with_fixed(
-        self,
-        observed: Mapping[Tensor, Any],
-        grads: Gradients,
-        settings: Callable[[Group], Settings],
-    ) -> "Step":
-        """The same step with these in place of its own."""
-        return replace(self, observed=observed, grads=grads, settings=settings)
 
     def refresh_statistics(
         self, deliver: Callable[[Tensor], Any] = lambda codes: codes

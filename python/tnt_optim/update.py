@@ -33,7 +33,7 @@ from tnt_optim.units import Member
 
 @dataclass
 class Part:
-    """Parameters of one group on one device, to update; see ``interfaces.Work``.
+    """Parameters of one group on one device, to update.
 
     Attributes:
         grads: by parameter; for a layer the gradient of [W | b], by its weight.
@@ -50,7 +50,7 @@ class Part:
     members: Mapping[Tensor, Sequence[Member]]
 
     def stages(self) -> list[Stage]:
-        """See ``interfaces.Work``."""
+        """The stages that update all parameters, without other processes."""
         params, group = list(self.grads), self.group
         is_plain = not group["nesterov"] and group["graft"] is None and not self.members
         fuses = is_plain and self.method.multiplies
@@ -63,7 +63,7 @@ class Part:
         return stages
 
     def directions(self, whole: Mapping[Tensor, Tensor]) -> dict[Tensor, Tensor]:
-        """See ``interfaces.Work``."""
+        """Updates the moments of some parameters by whole gradients; returns scaled directions."""
         if not whole:
             return {}
         grads, states = list(whole.values()), [self.states[p] for p in whole]
@@ -86,7 +86,10 @@ class Part:
         *key: int,
         pieces: Sequence[Tensor] | None = None,
     ) -> None:
-        """See ``interfaces.Work``."""
+        """Updates parameters, or these ``pieces`` of them, by scaled directions.
+
+        ``key`` names the random stream within the part; copies in other processes have the same.
+        """
         uncut = {**self.group, "block_size": None}  # directions are whole here
         layouts = None if pieces is not None else [layout_for(p, uncut) for p in params]
         for move in self.moves(params, layouts, *key, pieces=pieces):

@@ -26,9 +26,9 @@ from tnt_optim.autograd import (
 )
 from tnt_optim.distributed.ownership import OwnerRanks
 from tnt_optim.distributed.process_group import ProcessGroup
-from tnt_optim.interfaces import Work
 from tnt_optim.modes import by_device, state_dtype
 from tnt_optim.processes import Processes
+from tnt_optim.update import Part
 
 
 def shard_dim(param: Tensor) -> int:
@@ -175,11 +175,11 @@ class Sharded(OwnerRanks, Processes):
         bad = (~all_finite(pieces)).to(pieces[0].device, torch.int32)
         return self.processes.largest(bad) == 0
 
-    def update(self, part: Work) -> list[Stage]:
+    def update(self, part: Part) -> list[Stage]:
         """Sends gradients to the owners and directions back; each process updates its pieces."""
         return [lambda: self._update(part)]
 
-    def _update(self, part: Work) -> None:
+    def _update(self, part: Part) -> None:
         grads = part.grads
         whole = self.whole(grads)
         directions = part.directions({p: whole[p] for p in self.owned(whole)})

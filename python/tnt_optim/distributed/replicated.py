@@ -21,9 +21,9 @@ from tnt_optim.attempt import Stage
 from tnt_optim.autograd import Gradients, all_finite
 from tnt_optim.distributed.ownership import OwnerRanks
 from tnt_optim.distributed.process_group import BUCKET_BYTES, ProcessGroup, flattened, unflattened
-from tnt_optim.interfaces import Work
 from tnt_optim.modes import States, by_device, layout_for, state_dtype
 from tnt_optim.processes import Processes
+from tnt_optim.update import Part
 
 
 class Replicated(OwnerRanks, Processes):
@@ -116,13 +116,13 @@ class Replicated(OwnerRanks, Processes):
                 receive,
             )
 
-    def update(self, part: Work) -> list[Stage]:
+    def update(self, part: Part) -> list[Stage]:
         """With "directions" each owner computes its directions, and every process applies all."""
         if self.shard != "directions":
             return super().update(part)
         return [lambda: self._update(part)]
 
-    def _update(self, part: Work) -> None:
+    def _update(self, part: Part) -> None:
         places = {p: place for place, p in enumerate(part.grads)}
         sizes = {p: layout_for(p, part.group).sizes for p in places}
 
