@@ -180,11 +180,12 @@ void chain_product(const std::vector<Factor>& factors, const T* tensor, T alpha,
 // run on one thread each.
 constexpr double kLargeFlops = 2e7;
 
-// Calls run(i, scratch) for every item, which has `factors`: large items one after the other, so
-// that only one of them is in memory, and small ones in parallel, the costliest first. Item i takes
-// bytes(i) of its scratch.
-template <typename Item, typename Bytes, typename Run>
-void run_chains(const std::vector<Item>& items, const Bytes& bytes, const Run& run) {
+// Calls run(i, buffers) for every item, which has `factors`: large items one after the other, so
+// that only one of them is in memory, and small ones in parallel, the costliest first. Item i gets
+// count(i, zero) numbers; zero has the state's type for the element of the item.
+template <typename Item, typename ElementOf, typename Count, typename Run>
+void run_chains(const std::vector<Item>& items, const ElementOf& element_of, const Count& count,
+                const Run& run) {
   blas::use_one_thread_per_call();
   std::vector<double> flops;
   Order order;
@@ -202,7 +203,17 @@ void run_chains(const std::vector<Item>& items, const Bytes& bytes, const Run& r
   }
   std::stable_sort(order.rest.begin(), order.rest.end(),
                    [&](size_t a, size_t b) { return flops[a] > flops[b]; });
-  run_in_order(order, bytes, run);
+  run_in_order(
+      order,
+      [&](size_t i) {
+        return with_state(element_of(items[i]), [&](auto zero) {
+          return Scratch::bytes_of<decltype(zero)>(count(i, zero));
+        });
+      },
+      [&](size_t i, Scratch scratch) {
+        with_state(element_of(items[i]),
+                   [&](auto zero) { run(i, scratch.take<decltype(zero)>(count(i, zero))); });
+      });
 }
 
 }  // namespace tnt

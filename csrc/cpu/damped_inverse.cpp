@@ -148,22 +148,10 @@ template <typename T>
 Rescaling rescale(const TensorModes& tensor, double damping, bool relative) {
   // c = (tr S_1 / prod d)^(1/k), and c^(k-1) prod_{j != i} d_j = tr S_1 / (c d_i).
   const FactorMode& first = tensor.modes.front();
-  const T* stat = static_cast<const T*>(first.stat);
-  // The sum is compensated: the roundings of equal entries would all have the same sign.
-  double trace = 0, lost = 0, size = 1;
-  for (int64_t i = 0; i < first.d; ++i) {
-    const double entry = stat[first.diagonal ? i : i * (first.d + 1)], sum = trace + entry;
-    lost += trace >= entry ? (trace - sum) + entry : (entry - sum) + trace;
-    trace = sum;
-  }
-  trace += lost;
+  const double trace = trace_of<T>(first);
+  double size = 1;
   for (const FactorMode& mode : tensor.modes) size *= static_cast<double>(mode.d);
-  // Tasks flush subnormal numbers to zero. If the average eigenvalue is below kLeast, subnormal
-  // numbers matter, and a statistic without them may be indefinite.
-  constexpr double kLeast = std::numeric_limits<T>::min() / std::numeric_limits<T>::epsilon();
-  if (size == 0 || std::abs(trace / static_cast<double>(first.d)) < kLeast) {
-    return {0, relative ? 1 : damping};
-  }
+  if (size == 0 || counts_as_zero<T>(first, trace)) return {0, relative ? 1 : damping};
   const double root = 1 / static_cast<double>(tensor.modes.size());
   const double c = std::pow(trace, root) / std::pow(size, root);
   return {c / trace, relative ? damping * c : damping};
@@ -184,12 +172,8 @@ void damped_inverse(const std::vector<TensorModes>& tensors, double damping, boo
   make_factors(
       tensors, 1.0,
       [](const FactorMode& mode, auto zero) { return Scratch::bytes_of<decltype(zero)>(mode.d); },
-      [&](int64_t t, int64_t i, Scratch scratch) {
-        const TensorModes& tensor = tensors[static_cast<size_t>(t)];
-        return with_state(tensor.element, [&](auto zero) {
-          return invert<decltype(zero)>(tensor.modes[static_cast<size_t>(i)],
-                                        rescalings[static_cast<size_t>(t)], scratch);
-        });
+      [&](size_t t, const FactorMode& mode, auto zero, Scratch scratch) {
+        return invert<decltype(zero)>(mode, rescalings[t], scratch);
       },
       info);
 }

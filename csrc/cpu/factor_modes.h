@@ -24,7 +24,7 @@ struct FactorMode {
   void* out;
   int64_t d;
   bool diagonal;
-  double shift = 0;  // inverse_root adds it to the diagonal first, rounded to the dtype
+  double shift = 0;  // inverse_root's relative damping, added first, rounded to the dtype
 
   int64_t count() const { return diagonal ? d : d * d; }
 };
@@ -39,6 +39,28 @@ struct TensorModes {
 template <typename T>
 auto bits_of(T value) {
   return std::bit_cast<std::conditional_t<sizeof(T) == 4, uint32_t, uint64_t>>(value);
+}
+
+// The sum of a statistic's diagonal. It is compensated: the roundings of equal entries would all
+// have the same sign.
+template <typename T>
+double trace_of(const FactorMode& mode) {
+  const T* stat = static_cast<const T*>(mode.stat);
+  double trace = 0, lost = 0;
+  for (int64_t i = 0; i < mode.d; ++i) {
+    const double entry = stat[mode.diagonal ? i : i * (mode.d + 1)], sum = trace + entry;
+    lost += trace >= entry ? (trace - sum) + entry : (entry - sum) + trace;
+    trace = sum;
+  }
+  return trace + lost;
+}
+
+// Whether a statistic counts as zero. Tasks flush subnormal numbers to zero: with a smaller average
+// eigenvalue these matter, and a statistic without them may be indefinite.
+template <typename T>
+bool counts_as_zero(const FactorMode& mode, double trace) {
+  constexpr double kLeast = std::numeric_limits<T>::min() / std::numeric_limits<T>::epsilon();
+  return std::abs(trace / static_cast<double>(mode.d)) < kLeast;
 }
 
 // Adding 1 to an exponent with all bits set carries into the sign bit. (The compiler does not
@@ -67,7 +89,7 @@ void mirror_upper(T* matrix, int64_t n) {
   }
 }
 
-// Calls make(tensor, mode, scratch) for all modes of all tensors. make writes the factor to the
+// Calls make(t, mode, zero, scratch) for all modes of all tensors. make writes the factor to the
 // mode's `out` (the diagonal and upper triangle of a matrix) and returns whether the factor is
 // good. If a factor of a tensor is bad, all factors of the tensor are restored, and info[t] is i +
 // 1 for the first bad mode i. make takes bytes(mode, zero) of its scratch; zero has the factor's
@@ -151,7 +173,9 @@ void make_factors(const std::vector<TensorModes>& tensors, double flops_per_cube
     const FactorMode& mode = tensor.modes[task.mode];
     Pending& state = pending[task.tensor];
     save(task, mode, mode.count() * tensor.bytes_each());
-    if (!make(static_cast<int64_t>(task.tensor), static_cast<int64_t>(task.mode), scratch)) {
+    const bool is_good = with_state(
+        tensor.element, [&](auto zero) { return make(task.tensor, mode, zero, scratch); });
+    if (!is_good) {
       const auto code = static_cast<int32_t>(task.mode) + 1;
       int32_t seen = state.first_bad;
       while (code < seen && !state.first_bad.compare_exchange_weak(seen, code)) {

@@ -93,9 +93,8 @@ int64_t workspace(const GraftedDirection& one, const GraftRates& rates) {
 }
 
 template <typename T>
-void make_direction(const GraftedDirection& one, const GraftRates& rates, Scratch scratch,
+void make_direction(const GraftedDirection& one, const GraftRates& rates, T* buffers,
                     double* norms) {
-  T* buffers = scratch.take<T>(workspace<T>(one, rates));
   const T mu = static_cast<T>(rates.momentum);
   const bool adam = one.second_moment.data != nullptr;
   norms[0] = adam ? update_moments<T>(one, rates)
@@ -120,16 +119,10 @@ void make_direction(const GraftedDirection& one, const GraftRates& rates, Scratc
 void grafted_directions(const std::vector<GraftedDirection>& directions, const GraftRates& rates,
                         double* norms) {
   run_chains(
-      directions,
-      [&](size_t i) {
-        return with_state(directions[i].momentum.element, [&](auto zero) {
-          return Scratch::bytes_of<decltype(zero)>(workspace<decltype(zero)>(directions[i], rates));
-        });
-      },
-      [&](size_t i, Scratch scratch) {
-        with_state(directions[i].momentum.element, [&](auto zero) {
-          make_direction<decltype(zero)>(directions[i], rates, scratch, norms + 2 * i);
-        });
+      directions, [](const GraftedDirection& one) { return one.momentum.element; },
+      [&](size_t i, auto zero) { return workspace<decltype(zero)>(directions[i], rates); },
+      [&](size_t i, auto* buffers) {
+        make_direction(directions[i], rates, buffers, norms + 2 * i);
       });
 }
 

@@ -183,23 +183,33 @@ bool root(const FactorMode& mode, T eps, int64_t p, Scratch scratch) {
          root_of_matrix(mode, eps, p, 0, scratch);
 }
 
+// damping tr(S) / d of a statistic S, or 1 if S counts as zero.
+template <typename T>
+double relative_damping(const FactorMode& mode, double damping) {
+  const double trace = trace_of<T>(mode);
+  return counts_as_zero<T>(mode, trace) ? 1 : damping * (trace / static_cast<double>(mode.d));
+}
+
 }  // namespace
 
-void inverse_root(const std::vector<TensorModes>& tensors, double damping,
+void inverse_root(std::vector<TensorModes> tensors, double damping, bool relative,
                   const std::vector<int64_t>& roots, int32_t* info) {
   blas::use_one_thread_per_call();
+  const double eps = relative ? 0 : damping;
+  for (TensorModes& tensor : tensors) {
+    if (!relative) break;
+    with_state(tensor.element, [&](auto zero) {
+      using T = decltype(zero);
+      for (FactorMode& mode : tensor.modes) mode.shift = relative_damping<T>(mode, damping);
+    });
+  }
   make_factors(
       tensors, 40.0,
       [](const FactorMode& mode, auto zero) {
         return mode.diagonal ? 0 : Eigen<decltype(zero)>::bytes(mode.d);
       },
-      [&](int64_t t, int64_t i, Scratch scratch) {
-        const TensorModes& tensor = tensors[static_cast<size_t>(t)];
-        return with_state(tensor.element, [&](auto zero) {
-          using T = decltype(zero);
-          return root<T>(tensor.modes[static_cast<size_t>(i)], static_cast<T>(damping),
-                         roots[static_cast<size_t>(t)], scratch);
-        });
+      [&](size_t t, const FactorMode& mode, auto zero, Scratch scratch) {
+        return root(mode, static_cast<decltype(zero)>(eps), roots[t], scratch);
       },
       info);
 }

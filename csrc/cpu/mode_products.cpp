@@ -10,8 +10,7 @@ int64_t workspace(const ModeProduct& product, bool rounded) {
 }
 
 template <typename T>
-void multiply(const ModeProduct& product, bool rounded, Scratch scratch) {
-  T* buffers = scratch.take<T>(workspace<T>(product, rounded));
+void multiply(const ModeProduct& product, bool rounded, T* buffers) {
   const T* source = contiguous_data(product.tensor, buffers);
   chain_product(product.factors, source, T(1), T(0), static_cast<T*>(product.out), buffers,
                 rounded);
@@ -21,16 +20,9 @@ void multiply(const ModeProduct& product, bool rounded, Scratch scratch) {
 
 void mode_products(const std::vector<ModeProduct>& products, bool rounded) {
   run_chains(
-      products,
-      [&](size_t i) {
-        return with_state(products[i].tensor.element, [&](auto zero) {
-          return Scratch::bytes_of<decltype(zero)>(workspace<decltype(zero)>(products[i], rounded));
-        });
-      },
-      [&](size_t i, Scratch scratch) {
-        with_state(products[i].tensor.element,
-                   [&](auto zero) { multiply<decltype(zero)>(products[i], rounded, scratch); });
-      });
+      products, [](const ModeProduct& product) { return product.tensor.element; },
+      [&](size_t i, auto zero) { return workspace<decltype(zero)>(products[i], rounded); },
+      [&](size_t i, auto* buffers) { multiply(products[i], rounded, buffers); });
 }
 
 }  // namespace tnt

@@ -55,15 +55,16 @@ void damped_inverse(const std::vector<TensorModes>& tensors, double damping, boo
 // measured for the smallest eigenvalue, 0.19 at d = 30, 250 and 1000.
 constexpr double kEigenvalueRoundings = 0.5;
 
-// A_i = (S_i + damping I)^(-1/roots[t]) for every mode of every tensor t, S_i the statistic + its
-// `shift` I; `info` and `out` as in damped_inverse. Only the lower triangle (row-major) of a
+// A_i = (S_i + damping I)^(-1/roots[t]) for every mode of every tensor t; `info` and `out` as in
+// damped_inverse. A relative damping is a fraction of tr(S_i) / d (1 if S_i counts as zero), which
+// is added to S_i first. Only the lower triangle (row-major) of a
 // statistic is read. Ren & Goldfarb 2021, Algorithm 4; Anil et al. 2021.
 //
 // Eigenvalues of S_i that are negative only by roundings of S_i, down to
 //   -kEigenvalueRoundings sqrt(d) eps(dtype of S_i) lambda_max,
 // count as 0. A mode fails if an entry of S_i or A_i is not finite, or if an eigenvalue + damping
 // is not above the roundings of float64, kEigenvalueRoundings sqrt(d) eps(double) lambda_max.
-void inverse_root(const std::vector<TensorModes>& tensors, double damping,
+void inverse_root(std::vector<TensorModes> tensors, double damping, bool relative,
                   const std::vector<int64_t>& roots, int32_t* info);
 
 // G, its factors and the product.

@@ -34,9 +34,8 @@ int64_t workspace(const ParameterStep& step, const Rates& rates) {
 }
 
 template <typename T>
-void step(const ParameterStep& step, const Rates& rates, Scratch scratch) {
+void step(const ParameterStep& step, const Rates& rates, T* buffers) {
   const int64_t count = step.param.count();
-  T* buffers = scratch.take<T>(workspace<T>(step, rates));
   accumulate<false>(step.momentum, step.momentum, step.grad, static_cast<T>(rates.momentum));
   const T* m = contiguous_data(step.momentum, buffers);
   if (is_direct<T>(step, rates)) {
@@ -61,16 +60,9 @@ void preconditioned_step(const std::vector<ParameterStep>& steps, double lr, dou
                          double weight_decay, bool rounded) {
   const Rates rates{lr, momentum, weight_decay, rounded};
   run_chains(
-      steps,
-      [&](size_t i) {
-        return with_state(steps[i].param.element, [&](auto zero) {
-          return Scratch::bytes_of<decltype(zero)>(workspace<decltype(zero)>(steps[i], rates));
-        });
-      },
-      [&](size_t i, Scratch scratch) {
-        with_state(steps[i].param.element,
-                   [&](auto zero) { step<decltype(zero)>(steps[i], rates, scratch); });
-      });
+      steps, [](const ParameterStep& step) { return step.param.element; },
+      [&](size_t i, auto zero) { return workspace<decltype(zero)>(steps[i], rates); },
+      [&](size_t i, auto* buffers) { step(steps[i], rates, buffers); });
 }
 
 }  // namespace tnt

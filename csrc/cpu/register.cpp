@@ -6,10 +6,7 @@
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
-#include <limits>
-#include <optional>
 #include <string>
-#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -29,18 +26,6 @@ bool may_round() {
   StableIValue answer = 0;
   succeeded(torch_call_dispatcher("tnt_kernels::_may_round", "", &answer, TORCH_ABI_VERSION));
   return Convert<bool>::take(answer);
-}
-
-// PyTorch's mean of float or double numbers, in double: the same bits as the reference's mean.
-double mean_of(const void* data, int64_t count, int64_t stride, Dtype dtype) {
-  AtenTensorHandle numbers = nullptr;
-  succeeded(aoti_torch_create_tensor_from_blob(const_cast<void*>(data), 1, &count, &stride, 0,
-                                               dtype.number, aoti_torch_device_type_cpu(), 0,
-                                               &numbers));
-  const std::optional kind(torch::headeronly::ScalarType::Double);
-  StableIValue stack[] = {torch::stable::detail::from(numbers), torch::stable::detail::from(kind)};
-  succeeded(torch_call_dispatcher("aten::mean", "", stack, TORCH_ABI_VERSION));
-  return *static_cast<const double*>(Convert<Tensor>::take(stack[0]).data());
 }
 
 // The view of a tensor for a kernel. check_overlaps must have run before the kernel writes to it.
@@ -197,17 +182,6 @@ Tensor damped_inverse_op(const TensorList& out, const TensorList& stats,
   return info;
 }
 
-// eps tr(S) / d of a statistic S, or 1 if S counts as zero.
-double relative_damping(const FactorMode& mode, const TensorModes& tensor, double eps) {
-  return with_state(tensor.element, [&](auto zero) {
-    using T = decltype(zero);
-    constexpr double kLeast = std::numeric_limits<T>::min() / std::numeric_limits<T>::epsilon();
-    const Dtype dtype = std::is_same_v<T, double> ? kDouble : kFloat;
-    const double average = mean_of(mode.stat, mode.d, mode.diagonal ? 1 : mode.d + 1, dtype);
-    return std::abs(average) < kLeast ? 1 : eps * average;
-  });
-}
-
 Tensor inverse_root_op(const TensorList& out, const TensorList& stats,
                        const std::vector<int64_t>& orders, const Tensor& damping,
                        const std::vector<int64_t>& roots, bool relative) {
@@ -218,14 +192,9 @@ Tensor inverse_root_op(const TensorList& out, const TensorList& stats,
   }
   check_factors(out, stats, orders);
   const Matrices sources(stats);
-  std::vector<TensorModes> tensors = factor_modes(out, stats, orders, sources);
-  if (relative) {
-    for (TensorModes& tensor : tensors) {
-      for (FactorMode& mode : tensor.modes) mode.shift = relative_damping(mode, tensor, eps);
-    }
-  }
   Tensor info = zeros(orders.size(), kInt);
-  inverse_root(tensors, relative ? 0 : eps, roots, static_cast<int32_t*>(info.mutable_data()));
+  inverse_root(factor_modes(out, stats, orders, sources), eps, relative, roots,
+               static_cast<int32_t*>(info.mutable_data()));
   return info;
 }
 

@@ -48,7 +48,7 @@ Infos call(const Method& method, Problems& problems, double damping) {
   } else {
     std::vector<int64_t> roots;
     for (const FactorProblem& problem : problems) roots.push_back(method.root_of(problem));
-    tnt::inverse_root(modes_of(problems), damping, roots, info.data());
+    tnt::inverse_root(modes_of(problems), damping, method.relative, roots, info.data());
   }
   EXPECT(keeps_subnormals());
   for (size_t t = 0; t < problems.size(); ++t) {

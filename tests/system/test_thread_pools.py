@@ -30,6 +30,9 @@ def test_fork() -> None:
         strided = torch.rand(1200, 1200)[::2, ::2]  # a matrix that is only read
         given = {"tensors": [torch.ones(600)], "factors": [[strided]]}
         calls.append(Call("mode_products", given))
+        large_mode = {"stats": [[torch.rand(40_000) + 1]], "out": [[torch.empty(40_000)]]}
+        roots = {**large_mode, "damping": 0.3, "root": 2, "relative": True}
+        calls.append(Call("inverse_root", roots))  # PyTorch's mean would take two threads
         copies = [given.copy() for given in calls]
         wanted = [everything(given()) for given in calls]
         large = torch.randn(600, 600)
