@@ -98,7 +98,7 @@ def test_what_does_not_merge_or_fit_has_no_unfolding() -> None:
         assert (unfolded((2, columns), 0, (columns, 1)) is not None) == fits
         assert (unfolded((2, columns), 1, (columns, 1)) is not None) == fits
     # The end of the last block must fit a 32-bit index.
-    assert LARGEST_INDEX + max(momentum.SPAN, 64) < 2**31
+    assert LARGEST_INDEX + max(momentum.SPAN.value, 64) < 2**31
 
 
 def test_merged_dimensions() -> None:

@@ -111,7 +111,6 @@ def rescale_kernel(
     numbers,
     damping,
     STATE: tl.constexpr,
-    SPAN: tl.constexpr,
     RELATIVE: tl.constexpr,
 ):
     """The numbers of one tensor's modes: U_i = scale S_i, the damping, and the unit.
@@ -127,7 +126,7 @@ def rescale_kernel(
     rows = tl.load(mode + ROWS)
     step = tl.where(tl.load(mode + IS_DIAGONAL) != 0, 1, rows + 1)
     stat = tl.load(addresses + tl.load(mode + STAT)).to(tl.pointer_type(STATE))
-    trace = trace_of(stat, rows, step, SPAN)
+    trace = trace_of(stat, rows, step)
     size = tl.full((), 1, tl.float64)
     for i in range(0, order):
         size *= tl.load(modes + (first + i) * MODE_FIELDS + ROWS).to(tl.float64)
@@ -161,7 +160,6 @@ def diagonal_kernel(
     failed,
     info,
     STATE: tl.constexpr,
-    SPAN: tl.constexpr,
     CHECK: tl.constexpr,
 ):
     """SPAN entries of a diagonal mode's inverse: checks them, or stores them unless it failed.
@@ -296,7 +294,6 @@ def panel_kernel(
     BLOCK: tl.constexpr,
     AT_ONCE: tl.constexpr,
     FORM: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):
     """Panel k: the corner's C, then P_j^T = T_kj^T C^T for each tile of a strip, packed.
 
@@ -315,6 +312,7 @@ def panel_kernel(
     triangle, panels = tl.load(mode + TRIANGLE), tl.load(mode + PANELS).to(tl.int32)
     rows, apart = tl.load(mode + ROWS).to(tl.int32) - k * BLOCK, _apart(mode, FORM)
     HALF: tl.constexpr = BLOCK // 2
+    PRECISION: tl.constexpr = "tf32x3" if FORM == SPLIT else "ieee"
     index, column = tl.arange(0, BLOCK), tl.arange(0, HALF)[None, :]
 
     at = _tile(tiles, triangle, k, k, BLOCK, HALF)
@@ -535,15 +533,14 @@ def _panels_of(stat: Layout) -> int:
     return blocks(stat.shape[0], block_of(stat.dtype)) if len(stat.shape) == 2 else 0
 
 
-def _setting(state: torch.dtype, device: torch.device) -> str:
-    """Triton's precision of products."""
-    return "tf32x3" if state == torch.float32 and has_tensor_cores(device) else "ieee"
+def _form(state: torch.dtype, device: torch.device) -> tl.constexpr:
+    """How operands are packed."""
+    return form_of(state, "tf32x3" if has_tensor_cores(device) else "ieee")
 
 
 def _width_of(stat: Layout, device: torch.device) -> int:
     """Tiles in a row of R."""
-    form = form_of(stat.dtype, _setting(stat.dtype, device))
-    return min(AT_ONCE, _panels_of(stat)) * (2 if form is SPLIT else 1)
+    return min(AT_ONCE, _panels_of(stat)) * (2 if _form(stat.dtype, device) is SPLIT else 1)
 
 
 def _tiles_of(stat: Layout, device: torch.device) -> int:
@@ -573,7 +570,7 @@ def _wave(
             if panels:
                 full.append((number, panels))
             elif len(stat.shape) == 1:
-                spans += [(number, i, 0, 0) for i in range(blocks(stat.shape[0], SPAN))]
+                spans += [(number, i, 0, 0) for i in range(blocks(stat.shape[0], SPAN.value))]
             operand = (free + panels * (panels + 1) // 2) * block**2 * state.itemsize
             places = panels, free, operand, _width_of(stat, device) * block
             modes.append((n, len(stats) + n, t, stat.shape[0], len(stat.shape) == 1, *places))
@@ -640,18 +637,16 @@ def _prepared(
     numbers = torch.empty(modes, NUMBER_FIELDS.value, dtype=torch.float64, device=device)
     failed = torch.zeros(modes, dtype=torch.int32, device=device)
     state = {"STATE": ELEMENTS[wave.state], "num_warps": WARPS}
-    span, tile = {**state, "SPAN": SPAN}, {**state, "BLOCK": block_of(wave.state)}
-    precision = _setting(wave.state, device)
-    form = form_of(wave.state, precision)
-    group = {**tile, "AT_ONCE": AT_ONCE, "FORM": form.value}
-    panel = {**group, "PRECISION": precision, "num_stages": STAGES}
+    tile = {**state, "BLOCK": block_of(wave.state)}
+    group = {**tile, "AT_ONCE": AT_ONCE, "FORM": _form(wave.state, device).value}
+    panel = {**group, "num_stages": STAGES}
     update = {**group, "HEIGHT": wave.height, "num_warps": warps_of(wave.height)}
     scaled = wave.modes, addresses, numbers
 
     def start(scratch: Tensor) -> None:
         tiles = scratch.view(wave.state)
-        launch(rescale_kernel, *wave.tensors, *scaled, damping, **span, RELATIVE=relative)
-        launch(diagonal_kernel, *wave.spans, *scaled, failed, info, **span, CHECK=True)
+        launch(rescale_kernel, *wave.tensors, *scaled, damping, **state, RELATIVE=relative)
+        launch(diagonal_kernel, *wave.spans, *scaled, failed, info, **state, CHECK=True)
         # Its float64 numbers want twice the registers.
         launch(begin_kernel, *wave.rows, *scaled, tiles, failed, **tile | {"num_warps": 2 * WARPS})
         for k, programs in enumerate(wave.panels):
@@ -663,6 +658,6 @@ def _prepared(
         launch(check_kernel, *wave.diagonals, wave.modes, numbers, tiles, failed, **tile)
         launch(judge_kernel, *wave.tensors, failed, info, STRIDE=1, num_warps=1)
         launch(end_kernel, *wave.rows, *scaled, tiles, info, **tile | {"num_warps": 2 * WARPS})
-        launch(diagonal_kernel, *wave.spans, *scaled, failed, info, **span, CHECK=False)
+        launch(diagonal_kernel, *wave.spans, *scaled, failed, info, **state, CHECK=False)
 
     return start

@@ -21,7 +21,7 @@ from tnt_kernels.triton.launch import (
 )
 from tnt_kernels.triton.tiles import fields, waves
 
-SPAN = 1024  # entries of a diagonal mode for a program
+SPAN = tl.constexpr(1024)  # entries of a diagonal mode for a program
 WARPS = 4
 # Tensors share a wave as long as their workspace stays below this, or below the need of the largest
 # tensor if that is more. Every wave repeats all launches: for the inverses of GPT-2 small these
@@ -51,7 +51,7 @@ def nth_root(base, root):
 
 
 @triton.jit
-def trace_of(stat, rows, step, SPAN: tl.constexpr):
+def trace_of(stat, rows, step):
     """The sum of a diagonal, float64; ``step`` from one of its entries to the next."""
     total = tl.zeros((SPAN,), tl.float64)
     for start in range(0, rows, SPAN):

@@ -14,7 +14,6 @@ from torch import Tensor
 from tnt_kernels.triton.chain import products
 from tnt_kernels.triton.launch import Prepared, launch, run, scalar_on, table_on
 from tnt_kernels.triton.momentum import (
-    BLOCK,
     WARPS,
     correction,
     inner_kernel,
@@ -36,7 +35,6 @@ def norms_kernel(
     second_decay: tl.float64,
     ADAM: tl.constexpr,
     AHEAD: tl.constexpr,
-    BLOCK: tl.constexpr,
 ):
     """|R| and |P| of one tensor.
 
@@ -47,7 +45,7 @@ def norms_kernel(
     Grid: one program for each tensor, which reads its partial sums. Bound: the launch.
     """
     t = tl.program_id(0)
-    length = tl.sqrt(sum_of(wanted, wanted_firsts, t, BLOCK))
+    length = tl.sqrt(sum_of(wanted, wanted_firsts, t))
     if ADAM:
         mu = tl.load(momentum).to(tl.float64)
         # The momentum is not averaged: Adam's first moment is 1 - mu times it.
@@ -55,7 +53,7 @@ def norms_kernel(
         second = correction(second_decay, tl.load(counts + 2 * t + 1))
         length *= first * tl.sqrt(second)
     tl.store(norms + 2 * t, length)
-    tl.store(norms + 2 * t + 1, tl.sqrt(sum_of(squares, squares_firsts, t, BLOCK)))
+    tl.store(norms + 2 * t + 1, tl.sqrt(sum_of(squares, squares_firsts, t)))
 
 
 def grafted_directions_(
@@ -92,7 +90,6 @@ def grafted_directions_(
             *(len(momenta), norms, *wanted, *squares, mu, table, second_decay),
             ADAM=adam,
             AHEAD=nesterov,
-            BLOCK=BLOCK,
             num_warps=WARPS,
         )
 

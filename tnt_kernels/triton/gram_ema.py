@@ -40,7 +40,6 @@ from tnt_kernels.triton.launch import (
     table,
     tile_tables,
 )
-from tnt_kernels.triton.momentum import BLOCK as SUMMED
 from tnt_kernels.triton.momentum import WARPS, Sums, inner_kernel, over_elements, sum_of
 from tnt_kernels.triton.pack import (
     LEAST_LARGE,
@@ -293,14 +292,14 @@ def diagonal_kernel(
 
 
 @triton.jit
-def scale_kernel(scales, sums, firsts, BLOCK: tl.constexpr):
+def scale_kernel(scales, sums, firsts):
     """|G|^2 / tr H of one whitened Gram matrix H, 0 if the trace is not positive.
 
     Grid: one program for each matrix, which reads its partial sums. Bound: the launch.
     """
     t = tl.program_id(0)
-    trace = sum_of(sums, firsts, t, BLOCK, EACH=2)
-    square = sum_of(sums + 1, firsts, t, BLOCK, EACH=2)
+    trace = sum_of(sums, firsts, t, EACH=2)
+    square = sum_of(sums + 1, firsts, t, EACH=2)
     tl.store(scales + t, tl.where(trace <= 0, 0.0, square / trace))
 
 
@@ -635,7 +634,7 @@ def _copying(given: Sequence[Tensor], own: Sequence[Tensor]) -> Prepared:
 
 def _divided(scales: Tensor, sums: Sums) -> Prepared:
     def start(_: Tensor) -> None:
-        launch(scale_kernel, len(scales), scales, *sums, BLOCK=SUMMED, num_warps=WARPS)
+        launch(scale_kernel, len(scales), scales, *sums, num_warps=WARPS)
 
     return Prepared(0, start)
 

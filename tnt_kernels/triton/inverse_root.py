@@ -37,9 +37,7 @@ from tnt_kernels.triton.tiles import blocks, lower_tiles
 
 ITERATIONS = 100  # at most: Ren & Goldfarb 2021, appendix
 ITERATIONS_PER_LOOK = 4
-DEPTH = 32  # terms of a sum in a step
 TILE = 32  # rows and columns of a tile, in launches without products
-STRIPS = 128  # strips of TILE rows added in one step
 
 
 class Product(NamedTuple):
@@ -149,7 +147,7 @@ def _wave(
         for n in modes[t]:
             rows, stride = stats[n].shape[0], _stride_of(stats[n])
             if len(stats[n].shape) == 1:
-                spans += [(len(matrices), span) for span in range(blocks(rows, SPAN))]
+                spans += [(len(matrices), span) for span in range(blocks(rows, SPAN.value))]
             else:
                 full[len(matrices)] = roots[t]
             step = 1 if len(stats[n].shape) == 1 else rows + 1
@@ -247,14 +245,13 @@ def _prepared(
 
     def start(scratch: Tensor) -> None:
         scratch = scratch.view(wave.state)
-        damped = {**sizes, "SPAN": SPAN, "RELATIVE": relative}
-        launch(newton.damping_kernel, wave.modes, *read, damping, **damped)
+        launch(newton.damping_kernel, wave.modes, *read, damping, **sizes, RELATIVE=relative)
         if wave.products:
             _iterate(wave, addresses, states, measures, scratch, watch)
         for check in (True, False):
             named = {**sizes, "CHECK": check}
             launch(newton.full_kernel, *wave.tiles, *tables, scratch, **named, BLOCK=TILE)
-            launch(newton.diagonal_kernel, *wave.spans, *tables, **named, SPAN=SPAN)
+            launch(newton.diagonal_kernel, *wave.spans, *tables, **named)
             if check:
                 stride = newton.STATE_FIELDS.value
                 launch(judge_kernel, *wave.tensors, failed, info, STRIDE=stride, num_warps=1)
@@ -274,7 +271,7 @@ def _iterate(
     sizes = {"STATE": element, "BLOCK": TILE, "num_warps": WARPS}
     read = wave.matrices, addresses, states, measures
     launch(newton.measure_kernel, *wave.strips, *read, **sizes)
-    launch(newton.begin_kernel, *wave.tiles, *read, scratch, **sizes, STRIPS=STRIPS)
+    launch(newton.begin_kernel, *wave.tiles, *read, scratch, **sizes)
     launch(newton.decide_kernel, wave.modes, states, STATE=element, MAY_GROW=True, num_warps=1)
     for iteration in range(ITERATIONS):
         if watch.sees_all_done():
@@ -285,7 +282,6 @@ def _iterate(
                 *(*level, wave.matrices, states, scratch),
                 STATE=element,
                 BLOCK=wave.block,
-                DEPTH=DEPTH,
                 VECTOR=VECTOR_BYTES // wave.state.itemsize,
                 # Not PyTorch's switch: with TF32's ten bits max|M - I| would stay above TOLERANCE.
                 PRECISION="tf32x3" if has_tensor_cores(device) else "ieee",

@@ -42,13 +42,13 @@ PROBLEM_FIELDS = tl.constexpr(26)
 TILE_FIELDS = tl.constexpr(2)
 
 LEVELS = tl.constexpr(10)
-BLOCK = 2**LEVELS.value  # elements of a step
-SPAN = 4 * BLOCK  # elements of a program
+BLOCK = tl.constexpr(2**LEVELS.value)  # elements of a step
+SPAN = tl.constexpr(4 * BLOCK.value)  # elements of a program
 WARPS = 4
 
 
 @triton.jit
-def span_of(tiles, problems, SPAN: tl.constexpr, VECTOR: tl.constexpr):
+def span_of(tiles, problems, VECTOR: tl.constexpr):
     """A program's problem, its first element there, and the problem's number of elements."""
     tile = tiles + tl.program_id(0) * TILE_FIELDS
     problem = problems + tl.load(tile + PROBLEM) * PROBLEM_FIELDS
@@ -70,7 +70,7 @@ def start_of(problem, LIST: tl.constexpr, addresses, TYPE: tl.constexpr, VECTOR:
 
 
 @triton.jit
-def indices_of(problem, first, count, start, BLOCK: tl.constexpr, VECTOR: tl.constexpr):
+def indices_of(problem, first, count, start, VECTOR: tl.constexpr):
     """Which of BLOCK elements exist, and their indices in the three dimensions."""
     # Not `element < count`: `first + start` may exceed a 32-bit index.
     element = first + start + tl.arange(0, BLOCK)
@@ -93,7 +93,7 @@ def addresses_at(problem, LIST: tl.constexpr, start, x, y, z, VECTOR: tl.constex
 
 
 @triton.jit
-def store_sum(partials, problem, first, total, SPAN: tl.constexpr, EACH: tl.constexpr = 1):
+def store_sum(partials, problem, first, total, EACH: tl.constexpr = 1):
     """Stores a program's partial sum, of 2**LEVELS terms; a program has EACH sums.
 
     Neighbours are added in pairs: tl.sum's own order follows the width of loads, which also depends
@@ -106,7 +106,7 @@ def store_sum(partials, problem, first, total, SPAN: tl.constexpr, EACH: tl.cons
 
 
 @triton.jit
-def sum_of(partials, firsts, t, BLOCK: tl.constexpr, EACH: tl.constexpr = 1):
+def sum_of(partials, firsts, t, EACH: tl.constexpr = 1):
     """The sum of a tensor's partial sums, which are added in a fixed order."""
     first, last = tl.load(firsts + t), tl.load(firsts + t + 1)
     total = tl.zeros((BLOCK,), tl.float64)
@@ -124,8 +124,6 @@ def inner_kernel(
     partials,
     ELEMENT: tl.constexpr,
     RESULT: tl.constexpr,
-    SPAN: tl.constexpr,
-    BLOCK: tl.constexpr,
     VECTOR: tl.constexpr,
     TWO: tl.constexpr,
 ):
@@ -136,14 +134,14 @@ def inner_kernel(
 
     Grid: one program for each SPAN elements, which it reads once. Bound: memory.
     """
-    problem, first, count = span_of(tiles, problems, SPAN, VECTOR)
+    problem, first, count = span_of(tiles, problems, VECTOR)
     left_start = start_of(problem, 0, addresses, RESULT, VECTOR)
     if TWO:
         right_start = start_of(problem, 1, addresses, ELEMENT, VECTOR)
     total = tl.zeros((BLOCK,), tl.float64)
     squares = tl.zeros((BLOCK,), tl.float64)
     for start in range(0, SPAN, BLOCK):
-        inside, x, y, z = indices_of(problem, first, count, start, BLOCK, VECTOR)
+        inside, x, y, z = indices_of(problem, first, count, start, VECTOR)
         left_at = addresses_at(problem, 0, left_start, x, y, z, VECTOR)
         left = tl.load(left_at, mask=inside, other=0).to(tl.float64)
         right = left
@@ -152,9 +150,9 @@ def inner_kernel(
             right = tl.load(right_at, mask=inside, other=0).to(tl.float64)
             squares = tl.fma(right, right, squares)
         total = tl.fma(left, right, total)
-    store_sum(partials, problem, first, total, SPAN, EACH=1 + TWO)
+    store_sum(partials, problem, first, total, EACH=1 + TWO)
     if TWO:
-        store_sum(partials + 1, problem, first, squares, SPAN, EACH=2)
+        store_sum(partials + 1, problem, first, squares, EACH=2)
 
 
 @triton.jit
@@ -175,8 +173,6 @@ def momentum_kernel(
     eps: tl.float64,
     ELEMENT: tl.constexpr,
     RESULT: tl.constexpr,
-    SPAN: tl.constexpr,
-    BLOCK: tl.constexpr,
     VECTOR: tl.constexpr,
     SUMS: tl.constexpr,
     ADAM: tl.constexpr,
@@ -191,7 +187,7 @@ def momentum_kernel(
     Grid: one program for each SPAN elements, of which it reads m, v and g once and writes m, v and
     n. Bound: memory.
     """
-    problem, first, count = span_of(tiles, problems, SPAN, VECTOR)
+    problem, first, count = span_of(tiles, problems, VECTOR)
     N: tl.constexpr = 2 if ADAM else 1
     GRAD: tl.constexpr = N + 1 if AHEAD else N
     m_start = start_of(problem, 0, addresses, RESULT, VECTOR)
@@ -206,7 +202,7 @@ def momentum_kernel(
         floor = (eps * tl.sqrt(correction(second_decay, updates))).to(RESULT)
     total = tl.zeros((BLOCK,), tl.float64)
     for start in range(0, SPAN, BLOCK):
-        inside, x, y, z = indices_of(problem, first, count, start, BLOCK, VECTOR)
+        inside, x, y, z = indices_of(problem, first, count, start, VECTOR)
         m_at = addresses_at(problem, 0, m_start, x, y, z, VECTOR)
         g_at = addresses_at(problem, GRAD, g_start, x, y, z, VECTOR)
         g = tl.load(g_at, mask=inside, other=0).to(RESULT)
@@ -234,7 +230,7 @@ def momentum_kernel(
             # In float64: float32 squares overflow and underflow early.
             total = tl.fma(length.to(tl.float64), length.to(tl.float64), total)
     if SUMS:
-        store_sum(partials, problem, first, total, SPAN)
+        store_sum(partials, problem, first, total)
 
 
 @triton.jit
@@ -247,8 +243,6 @@ def scaled_step_kernel(
     scales,
     ELEMENT: tl.constexpr,
     RESULT: tl.constexpr,
-    SPAN: tl.constexpr,
-    BLOCK: tl.constexpr,
     VECTOR: tl.constexpr,
     SCALED: tl.constexpr,
 ):
@@ -256,7 +250,7 @@ def scaled_step_kernel(
 
     Grid and bound: as of the momenta.
     """
-    problem, first, count = span_of(tiles, problems, SPAN, VECTOR)
+    problem, first, count = span_of(tiles, problems, VECTOR)
     w_start = start_of(problem, 0, addresses, RESULT, VECTOR)
     p_start = start_of(problem, 1, addresses, ELEMENT, VECTOR)
     alpha = tl.load(lr).to(tl.float64)
@@ -265,7 +259,7 @@ def scaled_step_kernel(
     if SCALED:
         rate = alpha * tl.load(scales + tl.load(problem + NUMBER))
     for start in range(0, SPAN, BLOCK):
-        inside, x, y, z = indices_of(problem, first, count, start, BLOCK, VECTOR)
+        inside, x, y, z = indices_of(problem, first, count, start, VECTOR)
         w_at = addresses_at(problem, 0, w_start, x, y, z, VECTOR)
         p_at = addresses_at(problem, 1, p_start, x, y, z, VECTOR)
         w = tl.load(w_at, mask=inside, other=0).to(ELEMENT)
@@ -315,11 +309,11 @@ def plan(*arguments: Any) -> Plan:
             places = zip(indices, piece.starts, *piece.strides, strict=True)
             own = [t, count, *piece.sizes[:2], flag, partials, *[n for p in places for n in p]]
             problems.append((*own, *[0] * (PROBLEM_FIELDS.value - len(own))))
-            partials += blocks(count, SPAN)
+            partials += blocks(count, SPAN.value)
         firsts.append(partials)
-    merge_small(kinds, lambda kind, n: blocks(problems[n][1], SPAN), programs)
+    merge_small(kinds, lambda kind, n: blocks(problems[n][1], SPAN.value), programs)
     tiles = {
-        kind: [(n, i) for n in numbers for i in range(blocks(problems[n][1], SPAN))]
+        kind: [(n, i) for n in numbers for i in range(blocks(problems[n][1], SPAN.value))]
         for kind, numbers in kinds.items()
     }
     launches = tile_tables(tiles, device)
@@ -364,8 +358,6 @@ def over_elements(
                 *numbers,
                 ELEMENT=ELEMENTS[kind.source],
                 RESULT=ELEMENTS[kind.target],
-                SPAN=SPAN,
-                BLOCK=BLOCK,
                 VECTOR=kind.vector,
                 num_warps=WARPS,
                 **constants,

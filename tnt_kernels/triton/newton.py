@@ -14,12 +14,14 @@ with which consecutive launches decide on the device, without the host, which wo
 import triton
 import triton.language as tl
 
-from tnt_kernels.triton.factors import counts_as_zero, nth_root, store_lower, trace_of
+from tnt_kernels.triton.factors import SPAN, counts_as_zero, nth_root, store_lower, trace_of
+from tnt_kernels.triton.pack import TERMS
 from tnt_kernels.triton.tiles import TILE_COLUMN, TILE_ROW, fields
 
 TOLERANCE = tl.constexpr(1e-6)  # of max|M - I|
 GROWTH = tl.constexpr(1.2)  # of max|M - I| in one iteration: above it, the previous iterate stands
 CONVERGED = tl.constexpr(0.1)  # a larger max|M - I| means that H is not the root
+STRIPS = tl.constexpr(128)  # of rows whose measures are added in one step
 TRACE = tl.constexpr(0.5)  # so does max|M - I| >= this / rows: M may have a negative eigenvalue
 
 # A row of the states, int64, zero at first. Numbers are stored as the bits of a float64; NEXT_ERROR
@@ -104,7 +106,6 @@ def damping_kernel(
     states,
     damping,
     STATE: tl.constexpr,
-    SPAN: tl.constexpr,
     RELATIVE: tl.constexpr,
 ):
     """The damping of one mode; RELATIVE: times the average eigenvalue, or 1 if that counts as zero.
@@ -116,7 +117,7 @@ def damping_kernel(
     if RELATIVE:
         rows = tl.load(matrix + ROWS)
         stat = tl.load(addresses + tl.load(matrix + STAT)).to(tl.pointer_type(STATE))
-        trace = trace_of(stat, rows, tl.load(matrix + STEP), SPAN)
+        trace = trace_of(stat, rows, tl.load(matrix + STEP))
         average = trace / tl.maximum(rows, 1).to(tl.float64)
         eps = tl.where(counts_as_zero(average, STATE), 1.0, eps * average)
     _store_number(states + tl.program_id(0) * STATE_FIELDS + DAMPING, eps)
@@ -177,7 +178,6 @@ def begin_kernel(
     scratch,
     STATE: tl.constexpr,
     BLOCK: tl.constexpr,
-    STRIPS: tl.constexpr,
 ):
     """A tile of M = z (S + damping I) / largest and of H = z^(1/p) I, as the next iterates.
 
@@ -237,7 +237,6 @@ def product_kernel(
     scratch,
     STATE: tl.constexpr,
     BLOCK: tl.constexpr,
-    DEPTH: tl.constexpr,
     VECTOR: tl.constexpr,
     PRECISION: tl.constexpr,
     LAST: tl.constexpr,
@@ -269,8 +268,8 @@ def product_kernel(
     at_row = a + row.to(tl.int64)[:, None] * stride
     at_column = b + column.to(tl.int64)[:, None] * stride
     total = tl.zeros((BLOCK, BLOCK), STATE)
-    for start in range(0, stride, DEPTH):
-        term = start + tl.arange(0, DEPTH)
+    for start in range(0, stride, TERMS):
+        term = start + tl.arange(0, TERMS)
         inside = (term < stride)[None, :]
         x = tl.load(at_row + term[None, :], mask=(row < rows)[:, None] & inside, other=0)
         y = tl.load(at_column + term[None, :], mask=(column < rows)[:, None] & inside, other=0)
@@ -378,7 +377,6 @@ def diagonal_kernel(
     states,
     info,
     STATE: tl.constexpr,
-    SPAN: tl.constexpr,
     CHECK: tl.constexpr,
 ):
     """SPAN entries of a diagonal root: checks them, or stores them unless the tensor failed.
