@@ -55,8 +55,8 @@ double trace_of(const FactorMode& mode) {
   return trace + lost;
 }
 
-// Whether a statistic counts as zero. Tasks flush subnormal numbers to zero: with a smaller average
-// eigenvalue these matter, and a statistic without them may be indefinite.
+// Whether a statistic counts as zero: its average eigenvalue is below kLeast. Tasks flush subnormal
+// numbers to zero; below it they matter, and a statistic without them may be indefinite.
 template <typename T>
 bool counts_as_zero(const FactorMode& mode, double trace) {
   constexpr double kLeast = std::numeric_limits<T>::min() / std::numeric_limits<T>::epsilon();

@@ -196,12 +196,13 @@ void inverse_root(std::vector<TensorModes> tensors, double damping, bool relativ
                   const std::vector<int64_t>& roots, int32_t* info) {
   blas::use_one_thread_per_call();
   const double eps = relative ? 0 : damping;
-  for (TensorModes& tensor : tensors) {
-    if (!relative) break;
-    with_state(tensor.element, [&](auto zero) {
-      using T = decltype(zero);
-      for (FactorMode& mode : tensor.modes) mode.shift = relative_damping<T>(mode, damping);
-    });
+  if (relative) {
+    for (TensorModes& tensor : tensors) {
+      with_state(tensor.element, [&](auto zero) {
+        using T = decltype(zero);
+        for (FactorMode& mode : tensor.modes) mode.shift = relative_damping<T>(mode, damping);
+      });
+    }
   }
   make_factors(
       tensors, 40.0,

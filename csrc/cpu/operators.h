@@ -56,9 +56,9 @@ void damped_inverse(const std::vector<TensorModes>& tensors, double damping, boo
 constexpr double kEigenvalueRoundings = 0.5;
 
 // A_i = (S_i + damping I)^(-1/roots[t]) for every mode of every tensor t; `info` and `out` as in
-// damped_inverse. A relative damping is a fraction of tr(S_i) / d (1 if S_i counts as zero), which
-// is added to S_i first. Only the lower triangle (row-major) of a
-// statistic is read. Ren & Goldfarb 2021, Algorithm 4; Anil et al. 2021.
+// damped_inverse. A relative damping first replaces S_i by S_i + damping tr(S_i) / d I, or by
+// S_i + I if S_i counts as zero; nothing is then added to its eigenvalues. Only the lower triangle
+// (row-major) of a statistic is read. Ren & Goldfarb 2021, Algorithm 4; Anil et al. 2021.
 //
 // Eigenvalues of S_i that are negative only by roundings of S_i, down to
 //   -kEigenvalueRoundings sqrt(d) eps(dtype of S_i) lambda_max,

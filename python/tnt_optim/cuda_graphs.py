@@ -35,7 +35,7 @@ MOST_GRAPHS = 16
 
 @dataclass(kw_only=True)
 class Recordable:
-    """What a graph records: the part of ``step.Step`` that has tensors."""
+    """What ``StepGraphs`` reads and replaces of a ``step.Step``."""
 
     statistics: list[Batch]
     factors: list[Batch]

@@ -1,7 +1,7 @@
 """What is due at a step: statistics every T1 steps, factors every T2, both more often at first."""
 
 import functools
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 
 from torch import Tensor
 
@@ -41,7 +41,7 @@ def is_due(group: Settings, interval: str) -> bool:
 
 
 def factors_due(
-    group: Settings, states: Mapping[Tensor, State], refreshed: Container[Tensor]
+    group: Settings, states: Mapping[Tensor, State], refreshed: Set[Tensor]
 ) -> list[Tensor]:
     """The group's parameters in ``states`` whose factors are due at its step.
 

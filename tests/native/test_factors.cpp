@@ -20,7 +20,7 @@ using Infos = std::vector<int32_t>;
 struct Method {
   const char* name;
   bool inverts;
-  bool relative = false;  // damping, of inverses
+  bool relative = false;  // damping
   int64_t root = 0;       // 0: Shampoo's, twice a tensor's number of modes
 
   int64_t root_of(const FactorProblem& problem) const {
@@ -30,7 +30,7 @@ struct Method {
 constexpr Method kInverse{"inverse", true}, kRoot{"root", false};
 
 Method relative(Method method) {
-  method.relative = method.inverts;
+  method.relative = true;
   return method;
 }
 
@@ -57,17 +57,23 @@ Infos call(const Method& method, Problems& problems, double damping) {
   return info;
 }
 
+double trace_of(const Values& stat, int64_t d, bool diagonal) {
+  long double trace = 0;
+  for (int64_t i = 0; i < d; ++i) trace += stat[diagonal ? i : i * (d + 1)];
+  return static_cast<double>(trace);
+}
+
 // S_i + eps I, or of inverses U_i + eps I; the diagonal of a diagonal mode.
 Values damped(const Method& method, const FactorProblem& problem, size_t mode, double damping) {
   const Values first = problem.stats[0].values();
   const int64_t d = problem.stats[mode].sizes()[0], d_first = problem.stats[0].sizes()[0];
   Values matrix = problem.stats[mode].values();
   double eps = damping;
+  if (method.relative && !method.inverts) {
+    eps *= trace_of(matrix, d, problem.diagonal[mode]) / static_cast<double>(d);
+  }
   if (method.inverts) {
-    long double trace = 0;
-    for (int64_t i = 0; i < d_first; ++i) {
-      trace += first[problem.diagonal[0] ? i : i * (d_first + 1)];
-    }
+    const double trace = trace_of(first, d_first, problem.diagonal[0]);
     double size = 1, others = 1;
     for (size_t i = 0; i < problem.stats.size(); ++i) {
       const auto own = static_cast<double>(problem.stats[i].sizes()[0]);
@@ -76,8 +82,7 @@ Values damped(const Method& method, const FactorProblem& problem, size_t mode, d
     }
     const auto order = static_cast<double>(problem.stats.size());
     // Two powers, because the quotient may be subnormal.
-    const double c =
-        size == 0 ? 0 : std::pow(static_cast<double>(trace), 1 / order) / std::pow(size, 1 / order);
+    const double c = size == 0 ? 0 : std::pow(trace, 1 / order) / std::pow(size, 1 / order);
     if (method.relative) eps = c == 0 ? 1 : damping * c;
     for (double& value : matrix) value = c == 0 ? 0 : value / (std::pow(c, order - 1) * others);
   }
@@ -184,7 +189,8 @@ void check_exact(const Method& method, Element element, const Shape& sizes, bool
 }
 
 void check_exact() {
-  for (const Method& method : {kInverse, relative(kInverse), with_root(2)}) {
+  for (const Method& method :
+       {kInverse, relative(kInverse), with_root(2), relative(with_root(2))}) {
     Problems problems;
     EXPECT(call(method, problems, 0.25).empty());
     for (const Element element : {Element::kFloat, Element::kDouble}) {

@@ -39,7 +39,7 @@ from tnt_kernels.triton.factors import (
     TENSOR_FIELDS,
     WARPS,
     Work,
-    computed,
+    computed_factors,
     counts_as_zero,
     judge_kernel,
     modes_of,
@@ -626,7 +626,7 @@ def damped_inverse(
     relative: bool,
 ) -> Tensor:
     """The operator with ``out`` and ``stats`` flat."""
-    return computed(plan, _prepared, out, stats, orders, damping, relative)
+    return computed_factors(plan, _prepared, out, stats, orders, damping, relative)
 
 
 def _prepared(

@@ -1,4 +1,4 @@
-"""Shared by ``damped_inverse`` and ``inverse_root``: roots of numbers, failed modes, waves."""
+"""Shared by ``damped_inverse`` and ``inverse_root``: the operator, its waves, failed modes."""
 
 import itertools
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -129,7 +129,7 @@ def waves_of(
         yield from ((state, members) for members in waves(in_order, SCRATCH_BYTES))
 
 
-def computed(
+def computed_factors(
     plan: Callable[..., Sequence[Any]],
     prepared: Callable[..., Callable[[Tensor], None]],
     out: Sequence[Tensor],
@@ -147,8 +147,8 @@ def computed(
     if not stats:
         return torch.zeros(len(orders), dtype=torch.int32, device=damping.device)
     stats, device = contiguous_copies(stats), stats[0].device
-    waves = planned(plan, stats, rest=(tuple(orders), *rest))
+    made = planned(plan, stats, rest=(tuple(orders), *rest))
     given = addresses_of(stats, out), scalar_on(device, damping), relative
     info = torch.empty(len(orders), dtype=torch.int32, device=device)
-    run(device, [Prepared(wave.scratch, prepared(wave, info, *given)) for wave in waves], out)
+    run(device, [Prepared(wave.scratch, prepared(wave, info, *given)) for wave in made], out)
     return info

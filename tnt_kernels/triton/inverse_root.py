@@ -17,7 +17,7 @@ from tnt_kernels.triton.factors import (
     SPAN,
     WARPS,
     Work,
-    computed,
+    computed_factors,
     judge_kernel,
     modes_of,
     waves_of,
@@ -228,7 +228,7 @@ def inverse_root(
     relative: bool,
 ) -> Tensor:
     """The operator with ``out`` and ``stats`` flat."""
-    return computed(plan, _prepared, out, stats, orders, damping, relative, tuple(roots))
+    return computed_factors(plan, _prepared, out, stats, orders, damping, relative, tuple(roots))
 
 
 def _prepared(

@@ -21,8 +21,8 @@ from tnt_kernels.triton.tiles import TILE_COLUMN, TILE_ROW, fields
 TOLERANCE = tl.constexpr(1e-6)  # of max|M - I|
 GROWTH = tl.constexpr(1.2)  # of max|M - I| in one iteration: above it, the previous iterate stands
 CONVERGED = tl.constexpr(0.1)  # a larger max|M - I| means that H is not the root
-STRIPS = tl.constexpr(128)  # of rows whose measures are added in one step
 TRACE = tl.constexpr(0.5)  # so does max|M - I| >= this / rows: M may have a negative eigenvalue
+STRIPS = tl.constexpr(128)  # strips of rows whose measures begin_kernel adds in one step
 
 # A row of the states, int64, zero at first. Numbers are stored as the bits of a float64; NEXT_ERROR
 # as the bits of the statistic's dtype. As integers, non-negative numbers keep their order, NaN is

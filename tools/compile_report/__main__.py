@@ -20,7 +20,7 @@ from tools.compile_report.expectations import EXPECTATIONS, RECORDED, SUPPORTED,
 from tools.compile_report.launches import kernels
 from tools.compile_report.machine_code import Compiled, compile_all
 
-UNNAMED = ("num_warps",)  # the same everywhere
+UNNAMED = ("num_warps",)  # has a column of its own
 
 
 def class_of(settings: Mapping[str, Any]) -> str:
