@@ -8,6 +8,7 @@ replaced. Numbers that may change between steps are device tensors. A kind that 
 runs without a graph.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -34,7 +35,7 @@ MOST_GRAPHS = 16
 
 
 @dataclass(kw_only=True)
-class Recordable:
+class Recordable(ABC):
     """What ``StepGraphs`` reads and replaces of a ``step.Step``."""
 
     statistics: list[Batch]
@@ -45,9 +46,9 @@ class Recordable:
     states: States
     settings: Callable[[Group], Settings] = as_they_are
 
+    @abstractmethod
     def recorded(self) -> list[Report]:
         """Calls all that the step calls, for a graph that records it."""
-        raise NotImplementedError
 
 
 StepT = TypeVar("StepT", bound=Recordable)

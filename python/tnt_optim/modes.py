@@ -141,6 +141,7 @@ class Layout(NamedTuple):
 
 @functools.cache
 def _layout(sizes: tuple[int, ...], block_size: int | None) -> Layout:
+    """A layout, made once: every step asks for those of all parameters."""
     return Layout(tuple(sizes), cuts(sizes, block_size))
 
 

@@ -42,8 +42,8 @@ COLUMNS = {
 LEGEND = """\
 ratio: time of plain PyTorch / time of tnt_kernels. tnt_kernels is faster above 1, **slower** below.
 quartiles: of ms. error: largest difference from float64 / largest entry of the result.
-of the limit: 100 % is as fast as the limits above allow. Small tensors stay in a cache, which is
-faster than the copy of large ones: they can exceed 100 %."""
+of the limit: 100 % is as fast as the limits above allow. They are those of large tensors; small
+tensors stay in a cache and can exceed 100 %."""
 GROWTH = """\
 Growth of the time of tnt_kernels from one shape to the next larger one with as many modes, and what
 Table 2 of Ren & Goldfarb 2021 predicts: sum_i d_i prod_j d_j for products, sum_i d_i^3 for inverses
